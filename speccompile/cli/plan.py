@@ -71,7 +71,7 @@ def plan_command(
         list[str] | None, typer.Option("--speculator", help="A drafter for this model, folder or hub id; repeatable.")
     ] = None,
     methods: Annotated[str | None, typer.Option(help="Comma-separated candidates; all by default.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to emit for each prompt.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to emit for each prompt.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians of them, with their spread.")] = 3,
     threads: Annotated[
         int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads; as measured by default.")

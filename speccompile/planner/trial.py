@@ -84,7 +84,7 @@ def try_candidates(
         "choice", "reason", "plain_tokens_per_s", "wait_share", "took_turns"}; `num_different`: texts unlike plain's.
 
     Raises:
-        RuntimeFault: the process of plain decoding cannot be loaded, or one of them ends early.
+        RuntimeFault: the process of plain decoding cannot be loaded, one of them ends early, or all texts do.
     """
     jobs = [_job(one, samples, settings) for one in built]
     takes_turns = sum(one.bundle_bytes for one in built) * _PROCESS_SHARE < available_memory()
@@ -128,6 +128,9 @@ def _rows(built: Sequence[Built], runs: Runs, samples: Sequence[Sample]) -> list
     kinds = {kind: _ratios(_part(runs, indices)) for kind, indices in categories.items()}
     plain = [row for mode, row in figures.items() if mode.endswith(" plain")]
     plain_speed = median(row["tokens_per_s"] for row in plain)
+    if not plain_speed:
+        got, todo = "texts that end with their first token", "Give other prompts: --prompts FILE."
+        raise RuntimeFault("plan --try", got, "texts of at least 2 tokens", todo)
     rows = []
     for one in built:
         name = one.candidate.name

@@ -117,6 +117,7 @@ def test_a_recipe_is_a_candidate_itself_and_plain_decoding_may_win(run, recipe, 
         (("--try", "--spec-method", "ngram"), 2, "give drafters as --speculator"),
         (("--try", "--machine", "H100-SXM"), 2, "--try measures here"),
         (("--try", "--out", "no/best.yaml"), 6, "no folder"),
+        (("--try", "--max-new-tokens", "1"), 2, "greater than or equal to 2"),
         (("--try", "--prompts", "no.jsonl"), 8, "a file of JSON lines"),
         (("--methods", "eagle9"), 2, "some of none, self_draft"),
         (("--traffic", "no"), 2, "chat, code, editing"),
@@ -126,6 +127,14 @@ def test_wrong_usage_is_refused_before_anything_is_built_or_measured(run, models
     monkeypatch.setattr(measuring, "measure_machine", lambda *_, **__: pytest.fail("the machine is measured"))
     got, _, err = run("plan", models[0], *flags)
     assert got == code and words in err and "candidate" not in err
+
+
+def test_texts_that_end_at_once_have_no_speed(run, models, processes, tmp_path, monkeypatch):
+    real = FakeProcess.run
+    short = {"tokens": [3], "num_first_tokens": 1, "num_steps": 0, "num_accepted": 0}
+    monkeypatch.setattr(FakeProcess, "run", lambda *given: {**real(*given), **short})
+    code, _, err = run("plan", models[0], "--try", "--prompts", prompts_file(tmp_path), "--methods", "ngram")
+    assert code == 8 and "texts that end with their first token" in err and "--prompts" in err
 
 
 def test_within_the_noise_fewer_parts_are_chosen():
