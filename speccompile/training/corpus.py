@@ -142,7 +142,9 @@ def _documents(path: Path) -> Iterator[tuple[int, Document]]:
         raise RecipeError("training.text.files", str(path), expected, todo)
     raw = _read(path)
     if path.suffix == ".txt":
-        yield 0, _document_of_text(raw, str(path))
+        document = _document_of_text(raw, str(path))
+        if document.text:
+            yield 0, document
         return
     for number, line in enumerate(raw.splitlines(), 1):
         if line.strip():

@@ -77,7 +77,9 @@ def test_python_sources_leave_out_what_must_not_be_trained_on(tmp_path, monkeypa
 def test_a_line_of_a_file_is_a_document(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n{"text": "one"}\n')
     (tmp_path / "b.txt").write_text("three\nfour")
-    sources = find_sources([str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")], python_sources=False)
+    (tmp_path / "empty.txt").write_text("")
+    names = ("a.jsonl", "b.txt", "empty.txt")
+    sources = find_sources([str(tmp_path / name) for name in names], python_sources=False)
     assert sorted(d.text for d in sources.documents()) == ["one", "three\nfour", "two"]
 
 
