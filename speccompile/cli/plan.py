@@ -109,7 +109,7 @@ def plan_command(
         if not tries:
             known = _read_traffic(traffic, temperature, acceptance or [])
             wanted = (known, read_batches(batches), context or known.context, *chosen)
-            if machine == "this":
+            if machine == "this" or measure:
                 candidates_of_source(source, model, *chosen)  # raises before the machine is measured
             rates = _read_machine(machine, measure, threads)
             print_forecast(source, model, rates, wanted, (latency, throughput), left_out, (out, html), as_json)

@@ -104,7 +104,7 @@ def serve_command(
     A model or a recipe is built first, into $SPECCOMPILE_CACHE (~/.cache/speccompile), where the next start finds it.
     """
     check_packages()
-    from speccompile.runtime.record import RecordedService
+    from speccompile.runtime.record import RecordedService, open_new
     from speccompile.runtime.requests import SPECULATION
     from speccompile.runtime.service import Service, ServiceOptions
     from speccompile.serving.openai.app import make_app
@@ -123,13 +123,8 @@ def serve_command(
     if not keys and not is_loopback(host):
         typer.echo(f"warning: {host} is reached from other machines, and no --api-key is asked for", err=True)
     if record is not None:
-        try:
-            record.open("x").close()
-            record.unlink()  # it is written once the model is loaded
-        except OSError as fault:
-            raise RuntimeFault(
-                "--record", f"{record}: {fault.strerror}", "a new file", "Choose another one."
-            ) from fault
+        open_new(record).close()
+        record.unlink()  # it is written once the model is loaded
     limits = ConnectionLimits(header_timeout_s, keep_alive_s, write_timeout_s, max_connections)
     listener = Listener(host, port, drain_s, log_level or "info", limits)
     bound = bind(listener)

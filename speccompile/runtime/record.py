@@ -30,6 +30,14 @@ _CUT = ("cancelled", "timeout")
 _log = logging.getLogger(__name__)
 
 
+def open_new(path: Path) -> TextIO:
+    """Returns a new file to write a record to. Raises RuntimeFault: it exists, or cannot be written."""
+    try:
+        return path.open("x", encoding="utf-8")
+    except OSError as fault:
+        raise RuntimeFault("--record", f"{path}: {fault.strerror}", "a new file", "Choose another one.") from fault
+
+
 class RecordedService(Service):
     """A service that writes a record of its requests to a new file, with the prompts and texts of all users.
 
@@ -38,10 +46,7 @@ class RecordedService(Service):
     """
 
     def __init__(self, engine: SpecEngine, options: ServiceOptions, path: Path) -> None:
-        try:
-            self._file: TextIO | None = path.open("x", encoding="utf-8")
-        except OSError as fault:
-            raise RuntimeFault("--record", f"{path}: {fault.strerror}", "a new file", "Choose another one.") from fault
+        self._file: TextIO | None = open_new(path)
         super().__init__(engine, options)
         self._write({"kind": KIND, **_origin(engine.bundle)})
 
