@@ -55,6 +55,7 @@ def test_no_more_than_the_first_tokens_are_read(folder):
         ("a.txt", b"w1 w2", "a.txt", f"at least {MIN_TOKENS}"),
         ("a.txt", b"\xff\xfe\x00", "a.txt", "UTF-8"),
         ("a.jsonl", b'{"prompt": "w1"}\n{"prompt"\n', "a.jsonl:2", "one JSON object"),
+        ("a.jsonl", '{"prompt": "w1\u2028w2"}\n{"words": "w1"}\n'.encode(), "a.jsonl:2", "`text` or `prompt`"),
         ("a.jsonl", b'\n{"words": "w1"}\n', "a.jsonl:2", "`text` or `prompt`"),
         ("a.jsonl", b'{"messages": []}\n', "a.jsonl:1", "`messages`"),
         ("a.jsonl", b'{"messages": "w1"}\n', "a.jsonl:1", "`messages`"),
