@@ -11,18 +11,23 @@ of the measured machine.
 """
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
+
+import numpy as np
 
 from speccompile.backends.base import LoadJob
 from speccompile.backends.measuring import CONTEXT
 from speccompile.backends.onnxruntime.engine import load_engine
 from speccompile.bundle.bundle import read_bundle
-from speccompile.core.specs import probe_inputs
+from speccompile.core.protocols import Engine
+from speccompile.core.specs import GraphSpec, probe_inputs
 from speccompile.planner.costs import GraphCosts, graphs_of_plan
 from speccompile.planner.machine import Machine
 from speccompile.planner.measuring import kept_machine, measure_machine
@@ -30,6 +35,7 @@ from speccompile.planner.stacks import Probe
 from speccompile.recipe import find_device, load_recipe, resolve
 
 TARGET = "target"
+NUM_FEEDS = 16  # as in texts, whose steps choose other experts each
 
 
 def rows_of_bundle(
@@ -46,14 +52,25 @@ def rows_of_bundle(
         job = LoadJob(bundle.graph_path(TARGET), spec, batch, max_rows, {"threads": threads, "spinning": "stop"})
         engine = load_engine(job)
         for nodes in [n for n, b in shapes if b == batch]:
-            feeds = probe_inputs(spec, num_slots=batch, num_nodes=nodes, length=CONTEXT)
-            beside, seconds = probe.time(partial(engine.run, feeds), patience_s=patience_s)
+            feeds = itertools.cycle(feeds_of_tokens(spec, nodes, batch))
+            beside, seconds = probe.time(partial(run_next, engine, feeds), patience_s=patience_s)
             rows.append(
                 {"bundle": path.name, "precision": costs.precision, "threads": threads, "nodes": nodes, "batch": batch,
                  "predicted_ms": round(1e3 * costs.step_s(machine, nodes, batch, CONTEXT), 3),
                  "measured_ms": round(1e3 * seconds, 3), "probe": [round(one / machine.probe_s, 2) for one in beside]}
             )  # fmt: skip
     return rows
+
+
+def run_next(engine: Engine, feeds: Iterator[dict[str, np.ndarray]]) -> None:
+    engine.run(next(feeds))
+
+
+def feeds_of_tokens(spec: GraphSpec, nodes: int, batch: int) -> list[dict[str, np.ndarray]]:
+    """Returns feeds of one shape with other tokens each: equal ones choose experts that lie in the CPU's caches."""
+    feeds = probe_inputs(spec, num_slots=batch, num_nodes=nodes, length=CONTEXT)
+    rng, names = np.random.default_rng(nodes), [t.name for t in spec.plain_inputs if t.probe == "tokens"]
+    return [{**feeds, **{n: rng.integers(0, spec.vocab_size, feeds[n].shape) for n in names}} for _ in range(NUM_FEEDS)]
 
 
 def error_of(row: dict) -> float:
