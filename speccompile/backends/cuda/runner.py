@@ -10,6 +10,7 @@ from typing import Any
 
 from speccompile.backends.cuda.arrays import DeviceArray
 from speccompile.backends.cuda.steps import Bound, Executable, Profile, Step, StepMemory
+from speccompile.core.protocols import DeviceLost
 from speccompile.errors import RuntimeFault
 
 _log = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ class Runner(StepMemory):
             self._steps[key] = step
         self._steps.move_to_end(key)
         staged = {name: value for name, value in feeds.items() if name not in shared and name not in copied}
-        step.fill(staged, ran_last=self.last_step is step)
+        ran_last, self.last_step = self.last_step is step, None  # the buffer is no step's while it is filled
+        step.fill(staged, ran_last)
         self.last_step = step
         self._launch(step)
         self.device.synchronize()
@@ -115,8 +117,16 @@ class Runner(StepMemory):
         if len(self._owners) >= self.max_contexts:
             oldest, _ = self._owners.popitem(last=False)
             oldest.graph, oldest.context, oldest.num_runs = None, None, 0
-        step.context = self.plan.make_context(step.profile, is_kept=True)
-        step.bind(step.context)
+        try:
+            context = self.plan.make_context(step.profile, is_kept=True)
+            step.bind(context)
+        except DeviceLost:
+            raise
+        except RuntimeFault as fault:  # most likely there is no memory for one more
+            self.max_contexts, self.graph_fault = len(self._owners), str(fault)
+            _log.warning("no more steps of %s get a context of their own: %s", self.plan.spec.name, fault)
+            return
+        step.context = context
         self._owners[step] = None
 
     def shared_context(self, profile: Profile) -> Any:

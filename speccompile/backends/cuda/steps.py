@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,9 @@ from speccompile.backends.cuda.device import Device, Graph, Memory, PinnedMemory
 from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.core import specs
 from speccompile.core.specs import GraphSpec, TensorSpec, compacted_cache_name, updated_cache_name
+from speccompile.errors import RuntimeFault
 
+MemoryT = TypeVar("MemoryT", bound=Memory)
 MAX_HOST_DIM = 64  # largest static dims of small outputs, e.g. the drafts of a chain
 
 
@@ -34,13 +37,21 @@ class Region:
         self.pinned: PinnedMemory = device.allocate_pinned(0)
 
     def fit(self, num_bytes: int, pinned_bytes: int) -> bool:
-        """Make room; returns whether addresses changed."""
-        grows, pinned_grows = num_bytes > self.memory.num_bytes, pinned_bytes > self.pinned.num_bytes
-        if grows:
-            self.memory = self.device.allocate(max(num_bytes, 2 * self.memory.num_bytes))
-        if pinned_grows:
-            self.pinned = self.device.allocate_pinned(max(pinned_bytes, 2 * self.pinned.num_bytes))
-        return grows or pinned_grows
+        """Make room; returns whether addresses changed. Where there is no memory, all stays as it is."""
+        memory = _grown(self.memory, num_bytes, self.device.allocate)
+        pinned = _grown(self.pinned, pinned_bytes, self.device.allocate_pinned)
+        has_changed = memory is not self.memory or pinned is not self.pinned
+        self.memory, self.pinned = memory, pinned
+        return has_changed
+
+
+def _grown(held: MemoryT, num_bytes: int, allocate: Callable[[int], MemoryT]) -> MemoryT:
+    """Returns `held` where it has so many bytes; else twice its bytes, or `num_bytes` where there are not so many."""
+    if num_bytes <= held.num_bytes:
+        return held
+    with suppress(RuntimeFault):
+        return allocate(max(num_bytes, 2 * held.num_bytes))
+    return allocate(num_bytes)
 
 
 def comes_to_host(tensor: TensorSpec) -> bool:
