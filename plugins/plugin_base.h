@@ -24,6 +24,9 @@ constexpr std::int32_t PLUGIN_ABI = 1;
 
 void log_error(std::string const& text) noexcept;
 
+// -1 where a launch has failed, which is forgotten: the next step must not fail as well.
+inline std::int32_t status_from_launches() { return cudaGetLastError() == cudaSuccess ? 0 : -1; }
+
 inline bool is_logits_type(trt::DataType type) {
     return type == trt::DataType::kFLOAT || type == trt::DataType::kHALF || type == trt::DataType::kBF16;
 }

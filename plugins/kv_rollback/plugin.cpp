@@ -48,7 +48,7 @@ public:
             // TensorRT may put a copy in between, and its builder times plugins on buffers of its own.
             if (inputs[i] != outputs[i] && cudaMemcpyAsync(outputs[i], inputs[i], cache_bytes, cudaMemcpyDeviceToDevice,
                                                            stream) != cudaSuccess) {
-                return -1;
+                return status_from_launches();
             }
         }
         const int unit = rollback_vector_bytes(dims.d[3] * entry_bytes, outputs, num_caches_);
@@ -69,7 +69,7 @@ public:
             if (unit == 4) kv_rollback_4<<<grid, ROLLBACK_THREADS, 0, stream>>>(params);
             if (unit == 2) kv_rollback_2<<<grid, ROLLBACK_THREADS, 0, stream>>>(params);
         }
-        return cudaPeekAtLastError() == cudaSuccess ? 0 : -1;
+        return status_from_launches();
     }
 
 protected:

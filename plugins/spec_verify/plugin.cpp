@@ -92,7 +92,7 @@ public:
         }
         const dim3 resolve_grid(params.batch * params.nodes);
         spec_verify_resolve<<<resolve_grid, RESOLVE_THREADS, resolve_shared_bytes(params.vocab), stream>>>(params);
-        return cudaPeekAtLastError() == cudaSuccess ? 0 : -1;
+        return status_from_launches();
     }
 
     std::int32_t onShapeChange(
