@@ -47,7 +47,9 @@ def text_from_config(config: ModelConfig) -> str:
     if config.is_decoupled:
         lines.append("model_transaction_policy { decoupled: true }")
     if config.kind and not config.steps:
-        lines.append(f"instance_group [ {{ count: {config.num_instances} kind: {config.kind} }} ]")
+        # Without a list Triton starts an instance for each GPU of the server, and ours would all run on the first.
+        gpus = " gpus: [ 0 ]" if (config.kind, config.backend) == ("KIND_GPU", BACKEND) else ""
+        lines.append(f"instance_group [ {{ count: {config.num_instances} kind: {config.kind}{gpus} }} ]")
     lines += _tensors("input", config.inputs)
     lines += _tensors("output", config.outputs)
     for key, value in config.parameters.items():

@@ -207,3 +207,12 @@ def test_the_command(pair, tmp_path, capsys):
     assert written["models"] == ["speccompile"]
     assert Path(written["backend"]) == tmp_path / "out/backends/speccompile/model.py"
     assert (tmp_path / "out/models/speccompile/config.pbtxt").is_file()
+
+
+def test_a_server_with_several_gpus_starts_one_engine():
+    """An engine's model is pinned to the first GPU; a plan of its own is served by all."""
+    kinds = {"speccompile": "kind: KIND_GPU gpus: [ 0 ] }", "tensorrt": "kind: KIND_GPU }"}
+    for backend, wanted in kinds.items():
+        assert wanted in text_from_config(ModelConfig("m", (), (), backend, kind="KIND_GPU"))
+    models = trtllm_models(Settings(), 0, "KIND_GPU")
+    assert [name for name, model in models.items() if "gpus: [ 0 ]" in text_from_config(model)] == ["tensorrt_llm"]
