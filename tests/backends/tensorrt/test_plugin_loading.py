@@ -90,7 +90,8 @@ def test_extras_bring_what_a_gpu_needs_beside_its_driver():
     root = Path(__file__).parents[3]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra in ("tensorrt", "tensorrt-rtx"):
-        assert {line.split(">")[0] for line in extras[extra]} == {"cuda-python", "nvidia-cuda-nvrtc", extra}
+        found = {line.split(">")[0] for line in extras[extra]}
+        assert found == {"cuda-python", "ml-dtypes", "nvidia-cuda-nvrtc", extra}  # ml-dtypes: bfloat16 on the host
     assert "onnxruntime-gpu[cuda,cudnn]" in {line.split(">")[0] for line in extras["ort-gpu"]}
 
 
