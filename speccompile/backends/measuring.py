@@ -130,6 +130,16 @@ def keep(file: Path, record: Mapping[str, Any]) -> None:
         _log.warning("a measurement of this machine is not kept: %s", fault)
 
 
+def measured_once(measure: Callable[[], dict[str, Any]], *depends_on: object) -> dict[str, Any]:
+    """Returns the kept record of what it depends on; where there is none, one that is measured now and kept."""
+    file = record_file(*depends_on)
+    record = read_kept(file)
+    if record is None:
+        record = measure()
+        keep(file, record)
+    return record
+
+
 def digest_of(path: Path) -> str:
     """Returns the SHA-256 of a compiled graph, as hexadecimal digits."""
     with path.open("rb") as file:

@@ -70,5 +70,35 @@ def test_graphs_are_lowered_without_a_gpu_or_its_package(monkeypatch, fails, why
         raise RuntimeFault("CUDA", "nothing", "something", "Install it.")
 
     monkeypatch.setattr("speccompile.backends.cuda.device.load_cuda", lambda: None)
+    monkeypatch.setattr(cuda_backend, "gpu_memory", lambda: None)
     monkeypatch.setattr(f"speccompile.backends.cuda.device.{fails}", missing)
     assert OrtCudaBackend().why_unchecked().startswith(why)
+
+
+def test_a_gpu_that_cannot_be_used_is_not_called_missing(monkeypatch):
+    def refuse(ordinal):
+        raise RuntimeFault("cuda:0", "cudaErrorInsufficientDriver: too old", "success", "Update it.")
+
+    monkeypatch.setattr("speccompile.backends.cuda.device.load_cuda", lambda: None)
+    monkeypatch.setattr("speccompile.backends.cuda.device.open_device", refuse)
+    monkeypatch.setattr(cuda_backend, "gpu_memory", lambda: 8 << 30)
+    assert OrtCudaBackend().why_unchecked() == "cudaErrorInsufficientDriver: too old: lowered, not run"
+
+
+def test_a_bundle_of_another_machine_is_measured_once(monkeypatch, tmp_path):
+    device, measured = Device(FakeCuda()), []
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("speccompile.backends.cuda.device.open_device", lambda ordinal: device)
+    monkeypatch.setattr(OrtCudaBackend, "why_unchecked", lambda self, file=None: None)
+
+    def tune(self, job):
+        measured.append(job)
+        return {"measured": True, "gpu": "Fake GPU", "step_ms": {"1": 2.0}}
+
+    monkeypatch.setattr(OrtCudaBackend, "tune", tune)
+    (tmp_path / "graph.onnx").write_bytes(b"graph")
+    job = LoadJob(tmp_path / "graph.onnx", SPEC, tuning={"cuda_graphs": False})
+    for _ in range(2):
+        adapted = OrtCudaBackend().adapt_tuning(job)
+        assert adapted == {"cuda_graphs": False, "measured": True, "gpu": "Fake GPU", "step_ms": {"1": 2.0}}
+    assert len(measured) == 1

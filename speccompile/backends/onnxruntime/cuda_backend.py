@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from speccompile.backends.base import CompileJob, LoadJob, predict_float32
+from speccompile.backends.machine import gpu_memory
 from speccompile.backends.onnxruntime.backend import GRAPH_FILE, OnnxRuntimeBackend
 from speccompile.common.extras import install_command
 from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
@@ -90,8 +92,8 @@ class OrtCudaBackend(OnnxRuntimeBackend):
             return _NO_PACKAGE
         try:
             device = open_device(0)
-        except RuntimeFault:
-            return _NO_GPU
+        except RuntimeFault as fault:  # with a GPU, its driver may be too old
+            return _NO_GPU if gpu_memory() is None else f"{fault.got}: lowered, not run"
         if not _has_provider():
             return _NO_PROVIDER
         from speccompile.backends.onnxruntime.cuda_session import find_missing_kernels
@@ -111,13 +113,20 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         return {"measured": True, "gpu": open_device(0).properties()["name"], "step_ms": measure_steps(engine)}
 
     def adapt_tuning(self, job: LoadJob) -> dict[str, Any]:
+        import onnxruntime
+
         from speccompile.backends.cuda.device import open_device
+        from speccompile.backends.measuring import digest_of, measured_once
 
         if self.why_unchecked() is not None:
             return dict(job.tuning)  # loading will report what is missing
-        if job.tuning.get("gpu") == open_device(0).properties()["name"]:
+        gpu = open_device(0).properties()["name"]
+        if job.tuning.get("gpu") == gpu:
             return dict(job.tuning)
-        return self.tune(job)
+        return {
+            **job.tuning,
+            **measured_once(partial(self.tune, job), digest_of(job.path), gpu, onnxruntime.__version__),
+        }
 
     def load(self, job: LoadJob) -> OrtCudaEngine:  # type: ignore[override]
         from speccompile.backends.onnxruntime.cuda_engine import load_cuda_engine

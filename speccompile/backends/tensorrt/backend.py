@@ -16,7 +16,7 @@ from speccompile.core import specs
 from speccompile.core.dims import DTYPE_BYTES, ModelDims
 from speccompile.core.jobs import STORED, BuildSizes, CompileOptions, WeightCounts
 from speccompile.core.specs import GraphSpec
-from speccompile.errors import BuildError
+from speccompile.errors import BuildError, RuntimeFault
 from speccompile.graph_kinds.decoder import rollback_spec
 
 if TYPE_CHECKING:
@@ -182,11 +182,16 @@ class TensorRTBackend(Backend):
         }
 
     def why_unchecked(self, file: Path | None = None) -> str | None:
+        from speccompile.backends.cuda.device import open_device
         from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
         from speccompile.backends.tensorrt.records import find_other_gpu, read_record
 
         if not find_compute_capabilities():
             return _NO_GPU
+        try:
+            open_device()
+        except RuntimeFault as fault:  # the driver may be too old
+            return f"{fault.got}: built, not run"
         other = None if file is None else find_other_gpu(read_record(file))
         return None if other is None else f"built for other GPUs: {other[1]}; not run on this one of {other[0]}"
 

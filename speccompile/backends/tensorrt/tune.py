@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from speccompile.backends.base import LoadJob
-from speccompile.backends.measuring import digest_of, keep, measure_steps, measured_sizes, read_kept, record_file
+from speccompile.backends.measuring import digest_of, measure_steps, measured_once, measured_sizes
 from speccompile.backends.tensorrt.records import plugins_to_register, read_record
 from speccompile.core.specs import GraphSpec
 
@@ -40,9 +41,4 @@ def adapt_tuning(job: LoadJob) -> dict[str, Any]:
     gpu = open_device(0).properties()["name"]
     if (job.tuning.get("gpu"), job.tuning.get("kernels")) == (gpu, _KERNELS):
         return dict(job.tuning)
-    kept = record_file(digest_of(job.path), gpu, _KERNELS)
-    record = read_kept(kept)
-    if record is None:
-        record = measure_plan(job)
-        keep(kept, record)
-    return record
+    return {**job.tuning, **measured_once(partial(measure_plan, job), digest_of(job.path), gpu, _KERNELS)}

@@ -101,6 +101,8 @@ def test_a_record_of_other_kernels_is_measured_again(lab, monkeypatch):
     monkeypatch.setattr("speccompile.backends.cuda.device.open_device", lambda ordinal: lab.device)
     fresh = adapt_tuning(LoadJob(plan, spec, tuning={"measured": True, "gpu": "Fake GPU", "step_ms": {"1": 99.0}}))
     assert fresh["kernels"] == "eager" and fresh["step_ms"]["1"] != 99.0
+    asked = adapt_tuning(LoadJob(plan, spec, tuning={"cuda_graphs": False}))  # what was set by hand stays
+    assert asked == {**fresh, "cuda_graphs": False}
     assert (
         adapt_tuning(LoadJob(plan, spec, tuning=fresh)) == fresh and adapt_tuning(LoadJob(plan, spec)) == fresh
     )  # the kept one

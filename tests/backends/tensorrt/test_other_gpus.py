@@ -4,9 +4,10 @@
 import pytest
 
 from speccompile.backends.base import LoadJob
+from speccompile.backends.cuda import device
 from speccompile.backends.tensorrt import backend, import_helper, records
 from speccompile.backends.tensorrt.variants import VARIANTS
-from speccompile.errors import BundleError
+from speccompile.errors import BundleError, RuntimeFault
 from tests.backends.tensorrt.fake_cuda import FakeCuda
 from tests.backends.tensorrt.fake_trt import FakeTrt
 
@@ -32,6 +33,7 @@ def machine(monkeypatch, tmp_path):
         loaded = FakeTrt(FakeCuda(), variant).variant
         monkeypatch.setattr(import_helper, "find_compute_capabilities", lambda: tuple(gpus))
         monkeypatch.setattr(import_helper, "load_tensorrt", lambda name: loaded)
+        monkeypatch.setattr(device, "open_device", lambda ordinal=0: None)
         plan = tmp_path / "graph.plan"
         plan.write_bytes(b"plan")
         record = {"variant": variant, "version": "0.0", "plugins": [], "plugin_abi": None, "plan_bytes": 4}
@@ -65,3 +67,15 @@ def test_a_plan_for_other_gpus_is_not_run(machine, variant, named, gpus, ordinal
             assert adapted == {"measured": False, "others_bytes": 7}
         else:
             assert (why is None) == bool(gpus)
+
+
+def test_a_gpu_that_cannot_be_used_ends_no_build(machine, monkeypatch):
+    """As with a driver older than CUDA 13: the plan is there, and what is in the way is said."""
+
+    def refuse(ordinal=0):
+        raise RuntimeFault("cuda:0", "cudaErrorInsufficientDriver: too old", "success", "Update it.")
+
+    plan, maker = machine("tensorrt_rtx", [], [(8, 9)]), backend.TensorRTBackend()
+    monkeypatch.setattr(device, "open_device", refuse)
+    why = "cudaErrorInsufficientDriver: too old: built, not run"
+    assert maker.tune(LoadJob(plan, None)) == {"measured": False, "why": why}
