@@ -139,5 +139,6 @@ def make_logger(trt: ModuleType) -> Any:
 
 def text_from_lines(lines: Sequence[tuple[int, str]], max_lines: int = 12) -> str:
     """Returns the last lines from warnings up, or where there are none the last of all, one per row."""
-    important = [row for row in lines if row[0] <= 2] or list(lines)
+    rows = list(lines)  # threads of TensorRT may add some meanwhile
+    important = [row for row in rows if row[0] <= 2] or rows
     return "\n".join(f"{_LEVELS[level]}: {text}" for level, text in important[-max_lines:])

@@ -144,7 +144,7 @@ def load_timing_cache(variant: Variant, config: Any, path: Path | None) -> Any:
     if path is None or not variant.can.supports_timing_cache:
         return None
     cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
-    if not config.set_timing_cache(cache, ignore_mismatch=False):
+    if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):  # damaged, or of another TensorRT
         cache = config.create_timing_cache(b"")
         config.set_timing_cache(cache, ignore_mismatch=False)
     return cache

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -140,6 +141,16 @@ def test_lines_of_the_log_from_warnings_up_come_first():
     lines = [(3, "info"), (2, "careful"), (1, "broken"), (3, "more")]
     assert import_helper.text_from_lines(lines) == "warning: careful\nerror: broken"
     assert import_helper.text_from_lines([(3, "a"), (3, "b")], max_lines=1) == "info: b"
+
+
+def test_lines_may_come_while_they_are_read():
+    class Row(tuple):
+        def __getitem__(self, index):
+            lines.append((1, "late"))
+            return super().__getitem__(index)
+
+    lines = deque([Row((1, "broken"))])
+    assert import_helper.text_from_lines(lines) == "error: broken"
 
 
 # Entry points that the bindings link to; their results are never used.

@@ -129,6 +129,8 @@ class TimingConfig:
     held = None
 
     def create_timing_cache(self, blob):
+        if blob == b"damaged":
+            return None
         return SimpleNamespace(blob=blob, serialize=lambda: blob)
 
     def set_timing_cache(self, cache, ignore_mismatch):
@@ -142,7 +144,10 @@ class TimingConfig:
         return self.held
 
 
-@pytest.mark.parametrize(("kept", "used"), [(None, b""), (b"this GPU", b"this GPU"), (b"another GPU", b"")])
+KEPT = [(None, b""), (b"this GPU", b"this GPU"), (b"another GPU", b""), (b"damaged", b"")]
+
+
+@pytest.mark.parametrize(("kept", "used"), KEPT)
 def test_kernels_measured_on_another_gpu_are_measured_again(tmp_path, kept, used):
     path, config = tmp_path / "deep" / "kernels.timings", TimingConfig()
     save_timing_cache(config, path)
