@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import random
 import re
@@ -36,6 +37,11 @@ WRONG: tuple[tuple[str, bytes, str, int], ...] = (
 )
 
 
+def end_with_parent() -> None:
+    """Has the kernel kill this process when its parent ends, however that ends: it would keep its memory of a GPU."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 class ServeProcess:
     """A server process of its own.
 
@@ -52,7 +58,12 @@ class ServeProcess:
         command = [program, "serve", str(bundle), "--port", "0", "--log-level", "warning", *options]
         self._log = log.open("w")
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
         )
         assert self.process.stdout is not None
         found = re.match(r"serving at (\S+)", self.process.stdout.readline())

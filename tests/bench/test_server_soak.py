@@ -3,6 +3,10 @@
 
 import asyncio
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -83,3 +87,17 @@ def test_percentiles():
     values = [i / 1000 for i in range(1, 101)]
     assert percentile_ms(values, 0.5) == 51 and percentile_ms(values, 0.99) == 100
     assert percentile_ms([0.004], 0.99) == 4 and percentile_ms([], 0.5) is None
+
+
+def test_a_server_does_not_outlive_a_killed_soak():
+    """Its memory of a GPU would be missing for what runs next."""
+    code = "import os, subprocess; from bench.server_soak.serve import end_with_parent as end\n"
+    code += "quiet = {'stdout': subprocess.DEVNULL, 'start_new_session': True}\n"
+    code += "child = subprocess.Popen(['sleep', '600'], preexec_fn=end, **quiet)\n"
+    code += "print(child.pid, flush=True); os.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -9, done.stderr
+    status, deadline = Path(f"/proc/{int(done.stdout)}/status"), time.monotonic() + 10
+    while status.exists() and "zombie" not in status.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not status.exists() or "zombie" in status.read_text()
