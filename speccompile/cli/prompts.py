@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.common.chat_prompts import check_messages, tokens_of_messages
 from speccompile.common.json_reader import parse_json, shown
-from speccompile.common.parameters import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind
+from speccompile.common.parameters import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TEXT, TOKENS, Kind
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.errors import BuildError, BundleError, RuntimeFault
@@ -69,6 +69,12 @@ def _truth(value: Any) -> bool:
     return value
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a text")
+    return value
+
+
 def _tokens(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise ValueError("a list of token ids")
@@ -88,6 +94,7 @@ _READERS: Mapping[Kind, Callable[[Any], Any]] = {
     BIASES: _biases,
     FLAG: _truth,
     TOKENS: _tokens,
+    TEXT: _text,
 }
 
 

@@ -16,7 +16,15 @@ from speccompile.errors import BuildError, BundleError, RuntimeFault
 def test_lines_keep_their_order_and_their_own_sampling(tmp_path):
     rows = [
         {"prompt": "a", "seed": 3, "temperature": 1, "top_k": 5, "top_p": 0.5, "max_new_tokens": 4, "stop": "x"},
-        {"prompt": [1, 2], "stop": ["x", "y"], "id": 7, "temperature": None, "logit_bias": {"5": -1}, "min_p": 0.1},
+        {
+            "prompt": [1, 2],
+            "stop": ["x", "y"],
+            "id": 7,
+            "logit_bias": {"5": -1},
+            "min_p": 0.1,
+            "adapter": "t",
+            "seed": None,
+        },
     ]
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
@@ -24,7 +32,7 @@ def test_lines_keep_their_order_and_their_own_sampling(tmp_path):
     assert first == Request(
         "a", {"seed": 3, "temperature": 1.0, "top_k": 5, "top_p": 0.5, "max_new_tokens": 4, "stop": ("x",)}
     )
-    assert second == Request([1, 2], {"stop": ("x", "y"), "logit_bias": {5: -1.0}, "min_p": 0.1})
+    assert second == Request([1, 2], {"stop": ("x", "y"), "logit_bias": {5: -1.0}, "min_p": 0.1, "adapter": "t"})
     assert read_requests(file, limit=1) == [first]
 
 
@@ -59,6 +67,7 @@ def test_lines_keep_their_order_and_their_own_sampling(tmp_path):
         (json.dumps({"prompt": "a", "images": ["b" * 300]}), "expected a list of image files"),
         ('{"prompt": "a", "images": "p.jsonl"}', r"\(images\): got 'p\.jsonl'; expected a list of image files"),
         ('{"prompt": "a", "stop": [""]}', r"\(stop\): got \[''\]; expected a string or a list of strings"),
+        ('{"prompt": "a", "adapter": 3}', r"\(adapter\): got 3; expected a text"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path, line, message):
