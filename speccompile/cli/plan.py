@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from speccompile.planner.machine import Machine
     from speccompile.planner.traffic import Traffic
     from speccompile.recipe.model_recipe import ModelOptions
+
+
+BATCHES, NUM_TOKENS, REPEATS = "1,8,32", 64, 3  # where the options say nothing
 
 
 def register(app: typer.Typer) -> None:
@@ -47,7 +51,7 @@ def plan_command(
         str | None, typer.Option(help="Kind of text, e.g. chat or code, or a file of serve --record.")
     ] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="Of the texts; as recorded by default.")] = None,
-    batches: Annotated[str, typer.Option(help="Comma-separated numbers of sequences at once.")] = "1,8,32",
+    batches: Annotated[str, typer.Option(help="Comma-separated numbers of sequences at once.")] = BATCHES,
     context: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a sequence, prompt included; as recorded, or 512.")
     ] = None,
@@ -71,8 +75,10 @@ def plan_command(
         list[str] | None, typer.Option("--speculator", help="A drafter for this model, folder or hub id; repeatable.")
     ] = None,
     methods: Annotated[str | None, typer.Option(help="Comma-separated candidates; all by default.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to emit for each prompt.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians of them, with their spread.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to emit for each prompt.")] = NUM_TOKENS,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Rounds; figures are medians of them, with their spread.")
+    ] = REPEATS,
     threads: Annotated[
         int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads; as measured by default.")
     ] = None,
@@ -90,25 +96,36 @@ def plan_command(
         raise typer.BadParameter("give a MODEL, or --measure")
     if model.speculative:
         raise typer.BadParameter("give drafters as --speculator, and methods as --methods")
-    if tries and (machine != "this" or acceptance or traffic or html or latency is not None or throughput):
-        raise typer.BadParameter("--try measures here; leave the options of predictions out, --machine to --html")
+    predicts = (acceptance, traffic, html, throughput, measure, machine != "this", batches != BATCHES)
+    if tries and (any(predicts) or (temperature, context, latency) != (None, None, None)):
+        todo = "leave the options of predictions out, --machine to --throughput and --html"
+        raise typer.BadParameter(f"--try measures here; {todo}")
+    if not tries and (prompts or limit or categories != "all" or max_new_tokens != NUM_TOKENS or repeats != REPEATS):
+        todo = "leave --prompts, --categories, --limit, --max-new-tokens and --repeats out"
+        raise typer.BadParameter(f"without --try nothing is decoded; {todo}")
+    if measure and machine != "this":
+        raise typer.BadParameter("--measure measures this machine; leave --machine out")
     if latency is not None and throughput:
         raise typer.BadParameter("give --latency or --throughput")
     check_results(out)
     check_results(html)
     quiet_libraries()
-    from speccompile.planner.candidates import candidates_of_source
+    from speccompile.planner.candidates import candidates_of_source, context_of_source
 
     left_out: dict[str, str] = {}
     chosen = (speculators or [], methods)
     with errors_as_json(as_json):
         if source is None:
             rates = _read_machine(machine, measure, threads)
+            if as_json:
+                print_json(asdict(rates))
+                return
             typer.echo(f"this machine: {rates.source}, {rates.launch_s * 1e6:.1f} us a launch")
             return
         if not tries:
             known = _read_traffic(traffic, temperature, acceptance or [])
-            wanted = (known, read_batches(batches), context or known.context, *chosen)
+            num_tokens = context_of_source(source, model, context, known.context)
+            wanted = (known, read_batches(batches), num_tokens, *chosen)
             if machine == "this" or measure:
                 candidates_of_source(source, model, *chosen)  # raises before the machine is measured
             rates = _read_machine(machine, measure, threads)

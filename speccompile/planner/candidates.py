@@ -57,6 +57,15 @@ def candidates_of_source(
     return find_candidates(folder, speculators, names, own)
 
 
+def context_of_source(source: str, model: ModelOptions, wanted: int | None, usual: int) -> int:
+    """Returns how many tokens of a sequence are looked at. Raises RecipeError: more are wanted than caches hold."""
+    most = plan_from_source(source, Candidate(PLAIN, {METHOD: PLAIN}).options(model)).engine.max_seq_len
+    if wanted is not None and wanted > most:
+        expected, todo = f"at most {most}, which the caches hold", "Lower it, or raise --max-seq-len."
+        raise RecipeError("--context", f"{wanted} tokens", expected, todo)
+    return wanted or min(usual, most)
+
+
 def find_candidates(
     folder: Path | None,
     speculators: Sequence[str] = (),

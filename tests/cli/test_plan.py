@@ -116,11 +116,18 @@ def test_a_recipe_is_a_candidate_itself_and_plain_decoding_may_win(run, recipe, 
         (("--try", "--methods", "none"), 2, "a method to compare it with"),
         (("--try", "--spec-method", "ngram"), 2, "give drafters as --speculator"),
         (("--try", "--machine", "H100-SXM"), 2, "--try measures here"),
+        (("--try", "--temperature", "0"), 2, "--try measures here"),
+        (("--try", "--context", "99"), 2, "--try measures here"),
+        (("--try", "--batches", "4"), 2, "--try measures here"),
+        (("--repeats", "1"), 2, "without --try nothing is decoded"),
+        (("--prompts", "no.jsonl"), 2, "without --try nothing is decoded"),
+        (("--measure", "--machine", "H100-SXM"), 2, "--measure measures this machine"),
         (("--try", "--out", "no/best.yaml"), 6, "no folder"),
         (("--try", "--max-new-tokens", "1"), 2, "greater than or equal to 2"),
         (("--try", "--prompts", "no.jsonl"), 8, "a file of JSON lines"),
         (("--methods", "eagle9"), 2, "some of none, self_draft"),
         (("--traffic", "no"), 2, "chat, code, editing"),
+        (("--context", "65"), 2, "at most 64, which the caches hold"),
     ],
 )
 def test_wrong_usage_is_refused_before_anything_is_built_or_measured(run, models, monkeypatch, flags, code, words):
@@ -158,6 +165,7 @@ def test_methods_are_predicted_for_a_machine_and_the_best_recipe_builds(run, mod
     code, out, err = run("plan", target, *flags, "--batches", "4,1", "--out", "best.yaml")
     assert code == 0, err
     assert "predicted for EPYC-9654 (AMD EPYC 9004 data sheet" in out and "not measured by us" in out
+    assert "; 64 tokens a sequence; " in out  # the caches hold no more
     assert "acceptance of small: stated, within 5%" in out and "acceptance of ngram: stated" in out
     methods = {line.split()[0] for line in out.splitlines() if re.search(" (int8|float32|int4) +[14] ", line)}
     assert {"none", "ngram", "small", "self_draft"} >= methods > {"ngram"}
@@ -231,6 +239,8 @@ def test_this_machine_is_measured_once_and_kept(run, models, monkeypatch):
         assert code == 0, err
         assert "predicted for this (measured on " in out and "not measured by us" not in out and len(calls) == num
     assert run("plan", "--measure", "--threads", 1)[0] == 0 and len(calls) == 2 * once
+    told = json.loads(run("plan", "--measure", "--threads", 1, "--json")[1])
+    assert told["name"] == "this" and told["measured"].keys() >= {"float32", "int4"}
     monkeypatch.setattr(kernel_library, "find_library", lambda: None)
     code, _, err = run("plan", "--measure", "--threads", 1)
     assert code == 6 and "no library of CPU kernels" in err
