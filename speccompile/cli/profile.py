@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,8 +48,8 @@ def profile_command(
 ) -> None:
     """Show where the time of decoding goes.
 
-    One text is decoded twice: the first time to lay out memory, the second time with samples of the Python stack every
-    0.5 ms. Engines run in the file that calls them.
+    One text is decoded to lay out memory, then with samples of the Python stack every 0.5 ms. Engines run in the file
+    that calls them; their time is that of steps, the prompt left out.
     """
     counts = _read_counts(nodes)
     check_results(flame)
@@ -76,23 +77,35 @@ def _profile(
     from speccompile.benchmark.stacks import StackSampler
     from speccompile.core.sampling_params import SamplingParams
 
-    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
     text: str | list[int] = prompt if engine.tokenizer is not None else [1]
-    engine.generate([text], params, speculative=speculative)
-    before = {one.spec.name: one.seconds for one in engine.engines}
-    with StackSampler() as sampler:
+
+    def decode(num_tokens: int) -> tuple[dict[str, Any], dict[str, float]]:
+        before = {one.spec.name: one.seconds for one in engine.engines}
+        params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
         [generation] = engine.generate([text], params, speculative=speculative)
+        return generation.stats, {one.spec.name: one.seconds - before[one.spec.name] for one in engine.engines}
+
+    decode(max_new_tokens)
+    _, of_prompt = decode(min(max_new_tokens, 2))  # with one token a draft would not read it
+    with StackSampler() as sampler:
+        stats, whole = decode(max_new_tokens)
     if flame is not None:
         sampler.write(flame)
-    stats = generation.stats
     counts = ("num_tokens", "num_steps", "num_draft_tokens", "num_accepted")
     names = (*counts, "prefill_ms", "step_ms", "outside_engine_ms")
     return {
         **{name: stats[name] for name in names},
-        "engines_ms": {one.spec.name: 1e3 * (one.seconds - before[one.spec.name]) for one in engine.engines},
+        "engines_ms": _shares(stats["engine_ms"], whole, of_prompt),
         "num_samples": sampler.stacks.total(),
         "files": sampler.shares(),
     }
+
+
+def _shares(engine_ms: float, whole: Mapping[str, float], of_prompt: Mapping[str, float]) -> dict[str, float]:
+    """Returns the milliseconds of each engine in steps: their sum by what each took more than for the prompt."""
+    later = {name: max(seconds - of_prompt[name], 0.0) for name, seconds in whole.items()}
+    parts = later if any(later.values()) else whole
+    return {name: engine_ms * part / (sum(parts.values()) or 1.0) for name, part in parts.items()}
 
 
 def _operators(engine: SpecEngine, graph: str, counts: list[int], threads: int | None) -> dict[str, Any]:
