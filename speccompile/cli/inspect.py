@@ -16,8 +16,7 @@ from rich.text import Text
 
 from speccompile.backends.distance import Distance
 from speccompile.cli.output import errors_as_json, json_from_error, print_error, print_json
-from speccompile.common.extras import install_command
-from speccompile.errors import BundleError, RuntimeFault
+from speccompile.errors import BundleError
 
 
 def register(app: typer.Typer) -> None:
@@ -151,18 +150,13 @@ def _facts_of_plan(file: Path) -> dict[str, Any]:
 
 
 def _facts_from_onnx(path: Path) -> dict[str, Any]:
-    try:
-        import onnx_ir as ir
-        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from speccompile.cli.inspect_diff import read_graph
 
-        from speccompile.passes.base import histogram_from_model
-    except ImportError as fault:
-        todo = f"Install the build extra: {install_command('build')}."
-        raise RuntimeFault("inspect", f"no package {fault.name}", "onnx and onnx-ir", todo) from fault
-    try:
-        model = ir.load(path)
-    except (DecodeError, OSError, ValueError) as fault:
-        raise BundleError(str(path), str(fault) or "no graph", "an ONNX model", "Check the file.") from fault
+    model = read_graph(path)
+    import onnx_ir as ir
+
+    from speccompile.passes.base import histogram_from_model
+
     graph = model.graph
     tensors = [v.const_value for v in graph.initializers.values() if v.const_value is not None]
     external = {path.parent / t.location for t in tensors if isinstance(t, ir.ExternalTensor)}

@@ -65,7 +65,10 @@ def _parts(path: Path) -> Mapping[str, str]:
     if path.is_file():
         return {"text": _read(path)}
     if not (path / "manifest.json").is_file():
-        return {file.relative_to(path).as_posix(): _read(file) for file in sorted(path.rglob("*.txt"))}
+        if found := {file.relative_to(path).as_posix(): _read(file) for file in sorted(path.rglob("*.txt"))}:
+            return found
+        expected = "a bundle, or a folder of `build --dump-passes`"
+        raise BundleError(str(path), "a folder without texts", expected, "Choose another folder.")
     from speccompile.bundle.bundle import read_bundle
     from speccompile.bundle.report import dotted_keys, text_from_value
 
@@ -86,16 +89,29 @@ def _read(path: Path) -> str:
         raise BundleError(str(path), str(fault), "a text in UTF-8", "Check the file.") from fault
 
 
-def _text_from_graph(path: Path) -> str:
+def read_graph(path: Path) -> Any:
+    """Returns the model of an .onnx file. Raises BundleError, RuntimeFault: it cannot be read, or not here."""
     try:
         import onnx_ir as ir
         from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-
-        from speccompile.passes.text import text_from_model
     except ImportError as fault:
         todo = f"Install the build extra: {install_command('build')}."
-        raise RuntimeFault("inspect --diff", f"no package {fault.name}", "onnx and onnx-ir", todo) from fault
+        raise RuntimeFault("inspect", f"no package {fault.name}", "onnx and onnx-ir", todo) from fault
     try:
-        return text_from_model(ir.load(path))
-    except (DecodeError, OSError, ValueError) as fault:
-        raise BundleError(str(path), str(fault) or "no graph", "an ONNX model", "Check the file.") from fault
+        return ir.load(path)
+    except (DecodeError, OSError, ValueError, ir.serde.SerdeError) as fault:
+        reason: BaseException = fault
+        while reason.__cause__ is not None:  # the outer ones quote the whole file
+            reason = reason.__cause__
+        got = (str(reason).strip().splitlines() or ["no graph"])[0]
+        raise BundleError(str(path), got, "an ONNX model", "Check the file.") from fault
+
+
+def _text_from_graph(path: Path) -> str:
+    model = read_graph(path)
+    from speccompile.passes.text import text_from_model
+
+    try:
+        return text_from_model(model)
+    except OSError as fault:  # of weights beside the file
+        raise BundleError(str(path), str(fault), "a graph with its weights", "Check the files.") from fault

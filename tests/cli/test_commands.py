@@ -179,6 +179,19 @@ def test_inspect_reads_onnx_files(run, tmp_path):
     assert run("inspect", "bad.onnx")[0] == 7
 
 
+def test_a_graph_of_types_that_are_not_read_is_refused(run, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    of_maps = onnx.helper.make_sequence_type_proto(
+        onnx.helper.make_map_type_proto(onnx.TensorProto.INT64, onnx.helper.make_tensor_type_proto(1, []))
+    )
+    outputs = [onnx.helper.make_value_info("y", of_maps)]
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph([], "maps", [], outputs)), tmp_path / "maps.onnx")
+    for more in ((), ("--diff", "maps.onnx")):
+        code, out, _ = run("inspect", "maps.onnx", *more, "--json")
+        error = json.loads(out)["error"]
+        assert code == 7 and error["expected"] == "an ONNX model" and "Map types" in error["got"]
+
+
 def test_schema_is_printed_or_written(run, tmp_path):
     code, out, _ = run("schema")
     assert code == 0 and json.loads(out)["title"] == "speccompile recipe"

@@ -94,12 +94,14 @@ def test_graphs_are_compared_by_their_nodes_alone(run, tmp_path):
         ("none", "a.txt", "no such file or folder"),
         (".", "a.txt", "a folder of texts and a text; expected two paths of one kind"),
         ("a.txt", "b.txt", "a text in UTF-8"),
+        ("empty", "empty", "a folder without texts; expected a bundle, or a folder of"),
         ("a.onnx", "a.onnx", "an ONNX model"),
     ],
 )
 def test_paths_that_cannot_be_compared_are_refused(run, tmp_path, first, second, words):
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\xff")
+    (tmp_path / "empty").mkdir()
     (tmp_path / "a.onnx").write_bytes(b"no model")
     code, out, _ = run("inspect", first, "--diff", second, "--json")
     error = json.loads(out)["error"]
