@@ -25,6 +25,7 @@ from speccompile.cli.options import (
     with_model_options,
     with_sampling_options,
 )
+from speccompile.cli.output import print_error
 from speccompile.common.chat_prompts import find_template
 from speccompile.common.json_reader import is_unicode
 from speccompile.errors import RuntimeFault
@@ -70,7 +71,7 @@ def chat_command(
     engine, _ = load_source(source, model, method=method, backend=backend, threads=usable_threads(threads))
     folder = None if engine.bundle is None else engine.bundle.tokenizer_folder
     find_template(folder, "speccompile chat" if folder is None else str(folder))
-    given = sampling if "max_new_tokens" in sampling else {"max_new_tokens": _MAX_TOKENS, **sampling}
+    given = {"max_new_tokens": max(_MAX_TOKENS, engine.defaults.max_new_tokens), **sampling}
     service = Service(engine, ServiceOptions(speculation="off" if plain else "auto"))
     service.start()
     try:
@@ -192,4 +193,4 @@ def _answer(chat: Chat, message: str, console: Console, is_live: bool) -> None:
     except RuntimeFault as fault:
         if not is_live:
             raise
-        typer.echo(f"error: {fault.where}: {fault.got}. {fault.todo}", err=True)
+        print_error(fault)

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from speccompile.cli import chat
 from speccompile.cli.main import main
+from speccompile.core.sampling_params import SamplingParams
 from tests.lab.engines import Letters
 from tests.runtime.test_spec_engine import make_engine, text
 
@@ -110,3 +112,12 @@ def test_a_terminal_has_a_prompt_and_colours(engine, monkeypatch):
     os.close(own)
     written = shown.decode()
     assert code == 0 and "> " in written and "\x1b[3" in written
+
+
+def test_an_answer_is_as_long_as_the_bundle_says_and_512_tokens_at_least(engine, monkeypatch):
+    asked = []
+    monkeypatch.setattr(chat, "_converse", lambda one, console: asked.append(one.sampling.max_new_tokens))
+    for own, options in ((2000, ()), (64, ()), (2000, ("--max-new-tokens", "6"))):
+        engine.defaults = SamplingParams(max_new_tokens=own)
+        assert main(["chat", "bundle", *options]) == 0
+    assert asked == [2000, 512, 6]
