@@ -269,8 +269,11 @@ def load_source(
         found = prepare_source(source, model)
         with live_stages():
             return _marked(load(found.path, backend=backend, method=method, verify=False, **given)), found.name
-    if model.settings:
-        raise typer.BadParameter(f"{source} is built already: {model.settings[0]} is for a model or a recipe")
+    if model.settings or not model.reads_generation_config:
+        first = model.settings[0] if model.settings else "--generation-config none"
+        raise typer.BadParameter(f"{source} is built already: {first} is for a model or a recipe")
+    if model.speculative and method is not None:
+        raise typer.BadParameter("give --method, or a drafter by --speculative-config or --spec-...; not both")
     try:
         chosen = _section_of_bundle(source, model) if model.speculative else method
         with live_stages():

@@ -117,8 +117,11 @@ def test_a_bundle_takes_its_own_methods_and_no_options_of_a_build(run, model, lo
     assert run(*arguments, "--method", "none")[0] == 0
     sections = [{"method": "suffix", "num_draft_tokens": 2}, {"method": "ngram", "num_draft_tokens": 3}, "none"]
     assert [call["method"] for call in loaded] == sections
-    code, _, err = run(*arguments, "--quantization", "int8")
-    assert code == 2 and "is built already" in err
+    for options in (("--quantization", "int8"), ("--generation-config", "none")):
+        code, _, err = run(*arguments, *options)
+        assert code == 2 and "is built already" in err
+    code, _, err = run(*arguments, "--method", "none", "--spec-method", "ngram")
+    assert code == 2 and "not both" in err
 
 
 def test_a_missing_bundle_is_no_model_of_the_hub(run, model):
