@@ -120,6 +120,7 @@ _DIGEST = re.compile(r"(.*-)?[0-9a-f]{8,64}")
 # Single files by kind: measurements of a machine, and kernels compiled for a GPU or a CPU with results of self-tests.
 _KEPT_FILES = {
     "tuning": (".json",),
+    "machines": (".json",),
     "kernels": (".ptx", ".cubin", ".so", ".json"),
     "tensorrt": (".timings", ".kernels"),
 }

@@ -22,6 +22,7 @@ def cache(run: Run, recipe: Path, tmp_path: Path) -> Path:
     for name in (
         f"training/plain/{DIGEST}/0.npy",
         f"tuning/{DIGEST}.json",
+        f"machines/{DIGEST}.json",
         "tuning/notes.txt",
         "tuning/mine.json",
         "mine/thesis.txt",
@@ -42,13 +43,13 @@ def kinds(run: Run, *arguments: object) -> dict[str, int]:
 
 
 def test_kinds_and_sizes_are_shown(run, cache, monkeypatch):
-    assert kinds(run) == {"graphs": 2, "tunings": 2, "training/plain": 1, "tuning": 1}
+    assert kinds(run) == {"graphs": 2, "tunings": 2, "training/plain": 1, "tuning": 1, "machines": 1}
     facts = json.loads(run("cache", "--json")[1])
     assert facts["folder"] == str(cache) and facts["limit_bytes"] == 40 * 2**30
     assert facts["size_bytes"] == sum(entry["size_bytes"] for entry in facts["entries"])
     monkeypatch.setenv("SPECCOMPILE_CACHE_GIB", "0.5")
     out = run("cache")[1]
-    assert [line.split()[:2] for line in out.splitlines()[1:3]] == [["graphs", "2"], ["training/plain", "1"]]
+    assert [line.split()[:2] for line in out.splitlines()[1:3]] == [["graphs", "2"], ["machines", "1"]]
     assert "kept up to 512.0 MiB ($SPECCOMPILE_CACHE_GIB)" in out
     assert len(run("cache", "list", "--kind", "graphs")[1].splitlines()) == 1 + 2 + 1
 
@@ -56,7 +57,7 @@ def test_kinds_and_sizes_are_shown(run, cache, monkeypatch):
 def test_clearing_removes_entries_and_nothing_else(run, recipe, cache):
     code, out, _ = run("cache", "clear", "--kind", "training/plain")
     assert (code, out) == (0, f"{cache}: 1 entry removed, 100 B\n")
-    assert kinds(run) == {"graphs": 2, "tunings": 2, "tuning": 1}
+    assert kinds(run) == {"graphs": 2, "tunings": 2, "tuning": 1, "machines": 1}
     assert run("cache", "clear")[0] == 0
     assert kinds(run) == {}
     left = sorted(str(p.relative_to(cache)) for p in cache.rglob("*") if p.is_file() or p.name == "thesis")
@@ -76,7 +77,7 @@ def test_old_entries_alone(run, cache):
     ("arguments", "code", "words"),
     [
         (("wipe",), 2, "expected one of size, list, clear"),
-        (("--kind", "graph"), 2, "expected one of graphs, training/plain, tuning, tunings"),
+        (("--kind", "graph"), 2, "expected one of graphs, machines, training/plain, tuning, tunings"),
     ],
 )
 def test_wrong_usage(run, cache, arguments, code, words):
