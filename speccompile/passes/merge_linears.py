@@ -37,7 +37,7 @@ def merge_linears(model: ir.Model) -> int:
         is_linear = node.op_type == "MatMul" and node.domain == "" and _is_weight(weight)
         if is_linear and source is not None and not _gives_output(node):
             assert weight is not None
-            by_source[source][weight] = node
+            by_source[source].setdefault(weight, node)  # the first: what reads it may come before another one
     merged = _merged_weights(by_source)
     groups = [_Group(s, nodes, w) for s, nodes in by_source.items() if (w := merged.get(frozenset(nodes))) is not None]
     merger = _Merger(model)

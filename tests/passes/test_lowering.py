@@ -18,6 +18,7 @@ from speccompile.passes.merge_heads import merge_heads
 from speccompile.passes.merge_linears import merge_linears
 from tests.lab.graphs import open_session
 from tests.lab.graphs import run_session as run
+from tests.passes.graphs import run as evaluate
 
 CACHES = ("k_cache", "v_cache")
 TOLERANCE = 2e-6  # of numbers of order 1, float32; seen at most 6e-7
@@ -246,6 +247,24 @@ def test_layers_that_run_several_times_share_one_merged_weight():
     assert len(merged) == 1 and len(merged[0].uses()) == 3
     assert not {"q", "k", "v"} & model.graph.initializers.keys()
     for got, wanted in zip(run(model, feeds), before, strict=True):
+        assert np.abs(got - wanted).max() < 1e-5
+
+
+def test_of_equal_products_the_first_is_merged():
+    """What reads another one of its group may come before the second."""
+    rng = np.random.default_rng(0)
+    model = empty_model()
+    edit = Editor(model)
+    x = add_input(model, "x", ["batch", "nodes", 4], "float32")
+    weights = {name: edit.const(rng.standard_normal((4, 3)).astype(np.float32), name) for name in "qk"}
+    for step, name in enumerate("qkq"):
+        product = edit.op("MatMul", x, weights[name])
+        product.shape = ir.Shape(["batch", "nodes", 3])
+        add_output(model, edit.op("Neg", product), f"{name}{step}", ["batch", "nodes", 3])
+    feeds = {"x": rng.standard_normal((2, 3, 4)).astype(np.float32)}
+    before = evaluate(model, feeds)
+    assert merge_linears(model) == 1
+    for got, wanted in zip(evaluate(model, feeds), before, strict=True):
         assert np.abs(got - wanted).max() < 1e-5
 
 
