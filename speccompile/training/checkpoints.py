@@ -20,7 +20,7 @@ from speccompile.bundle.staging import check_names, disk_faults
 from speccompile.errors import BuildError
 
 CHECKPOINT, LOG, STATES, EVENTS = "checkpoint.pt", "log.jsonl", "states.json", "events"
-STAGE_END = "checkpoint-stage-1.pt"  # of a run with two: from there stage 2 can begin anew
+STAGE_END = "checkpoint-stage-1.pt"  # from there stage 2, which may be added later, can begin anew
 
 
 @dataclass
@@ -133,7 +133,7 @@ def save_record(folder: Path, record: RunRecord) -> None:
         part, copy = (folder / f".{name}.{os.getpid()}" for name in (CHECKPOINT, STAGE_END))
         shallow = {name: getattr(record, name) for name in asdict(RunRecord([]))}
         texts = {name: json.dumps(getattr(record, name)) for name in ("rows", "settings")}
-        has_ended = (record.stage, record.step) == (1, 0) and len(record.settings) > 1
+        has_ended = (record.stage, record.step) == (1, 0)
         try:
             with part.open("wb") as file:
                 _save(file, {**shallow, **texts})
@@ -147,5 +147,8 @@ def save_record(folder: Path, record: RunRecord) -> None:
             part.unlink(missing_ok=True)
             copy.unlink(missing_ok=True)
         lines = folder / f".{LOG}.{os.getpid()}"
-        lines.write_text("".join(json.dumps(row) + "\n" for row in record.rows), encoding="utf-8")
-        lines.replace(folder / LOG)
+        try:
+            lines.write_text("".join(json.dumps(row) + "\n" for row in record.rows), encoding="utf-8")
+            lines.replace(folder / LOG)
+        finally:
+            lines.unlink(missing_ok=True)

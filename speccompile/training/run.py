@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -123,7 +123,8 @@ class _Run:
             self._report_start(stages, record, change)
         for index, name in list(enumerate(stages))[record.stage :]:
             windows = self._windows(book, name)
-            stage = self._stage(name, windows, book, target, needs)
+            is_begun = record.stage == index and record.step > 0
+            stage = self._stage(name, windows, book, target, needs, is_begun)
             self._run_stage(index, stage, module, optimizer, record)
         state = self.team.model_state(module)
         if self.team.is_first:
@@ -161,7 +162,9 @@ class _Run:
         start = None if self.section.start is None else Path(self.section.start)
         return self.plan.trainer.make(self.plan.heads, parts, start), parts
 
-    def _stage(self, name: str, windows: Windows, book: TextBook, target: Target, needs: TargetNeeds) -> Stage:
+    def _stage(
+        self, name: str, windows: Windows, book: TextBook, target: Target, needs: TargetNeeds, is_begun: bool
+    ) -> Stage:
         section = getattr(self.section, name)
         if self.section.joint is not None:
             return Stage(name, section, windows, NoStates(), self.section.seed, self.section.device)
@@ -171,7 +174,10 @@ class _Run:
         is_kept = [False]
         if self.team.is_first:
             self.listener.stage(f"{name}: choose where the target's outputs come from")
-            is_kept[0], facts = choose(folder, target, windows, needs, passes, self.section.states)
+            wish = self.section.states
+            if wish == "auto" and is_begun:  # what is kept has other digits, and would give another curve
+                wish = _wish_of_note(self.folder, name)
+            is_kept[0], facts = choose(folder, target, windows, needs, passes, wish)
             if is_kept[0]:
                 size = token_bytes(target, needs) * windows.seq_len * sum(windows.counts.values())
                 self.listener.stage(f"{name}: the target's outputs take {size / 2**30:.2f} GiB in {folder}")
@@ -283,6 +289,13 @@ def _note(folder: Path, stage: str, facts: dict[str, Any]) -> None:
         part = path.with_suffix(f".{os.getpid()}.part")
         part.write_text(json.dumps({**known, stage: facts}, indent=1))
         part.replace(path)
+
+
+def _wish_of_note(folder: Path, stage: str) -> Literal["auto", "disk", "live"]:
+    path = folder / STATES
+    known: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    is_kept = known.get(stage, {}).get("kept")
+    return "auto" if is_kept is None else "disk" if is_kept else "live"
 
 
 def _check_batches(section: TrainingSection, stages: list[str], num_processes: int) -> None:

@@ -198,9 +198,12 @@ def _save(path: Path, array: np.ndarray) -> None:
     with disk_faults(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")
-        with part.open("wb") as file:
-            np.save(file, array)
-        part.replace(path)
+        try:
+            with part.open("wb") as file:
+                np.save(file, array)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def _array_from_tensor(name: str, tensor: torch.Tensor) -> np.ndarray:

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checkpoint of a run: read back unchanged, and a full disk is a BuildError that leaves no partial file."""
 
+import errno
+import os
 import resource
 import signal
 
+import numpy as np
 import pytest
 import torch
 
 from speccompile.errors import BuildError
+from speccompile.training import states
 from speccompile.training.checkpoints import CHECKPOINT, RunRecord, open_record, save_record
 
 
@@ -65,6 +69,10 @@ def test_a_stage_can_be_added_to_a_finished_run(tmp_path):
     save_record(tmp_path, run)
     found, changed = open_record(tmp_path, [{"a": 1}, {"b": 2}])
     assert (found.stage, found.step, changed) == (1, 0, "b was None, is 2")
+    found.step = 4
+    save_record(tmp_path, found)
+    again, changed = open_record(tmp_path, [{"a": 1}, {"b": 3}])
+    assert (again.stage, again.step, changed) == (1, 0, "b was 2, is 3")
 
 
 @pytest.mark.parametrize("limit", [1, 100_000, 390_000])
@@ -85,3 +93,14 @@ def test_a_full_disk_is_a_build_error_and_keeps_the_checkpoint_before(tmp_path, 
     assert "Free space" in caught.value.todo
     assert sorted(p.name for p in tmp_path.iterdir()) == names
     assert (tmp_path / CHECKPOINT).read_bytes() == before
+
+
+def test_outputs_that_the_disk_does_not_take_leave_no_file(tmp_path, monkeypatch):
+    def save(file, array):
+        file.write(array.tobytes()[:8])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(np, "save", save)
+    with pytest.raises(BuildError, match="No space left"):
+        states._save(tmp_path / "hidden-train-00000.npy", np.zeros(64))
+    assert not list(tmp_path.iterdir())

@@ -90,6 +90,15 @@ def test_a_stopped_run_goes_on_with_the_same_numbers(whole, write_recipe, states
         assert rows(stopped) == rows(resolve_training(load_recipe(other)).output)
 
 
+def test_a_stopped_run_keeps_to_where_the_targets_outputs_come_from(write_recipe, monkeypatch):
+    recipe, wishes = write_recipe("medusa", "stopped-auto", steps=8), []
+    monkeypatch.setattr(run_module, "choose", lambda *given: (wishes.append(given[-1]) is not None, {}))
+    with pytest.raises(Stopped):
+        run(recipe, stop_at=6)
+    run(recipe)
+    assert wishes == ["auto", "live"]
+
+
 def test_a_checkpoint_of_another_run_is_refused(whole, write_recipe, folder):
     recipe = write_recipe("medusa", "whole", steps=8)
     with pytest.raises(BuildError, match=r"another setting: training\.seed was 0, is 1; expected one of this run"):
