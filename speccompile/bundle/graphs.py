@@ -23,6 +23,7 @@ from speccompile.bundle.format import (
     write_json,
 )
 from speccompile.bundle.stage_cache import StageCache, StageLog
+from speccompile.checkpoints.config_values import has_alibi
 from speccompile.checkpoints.folders import find_folder
 from speccompile.checkpoints.lora import open_lora
 from speccompile.checkpoints.target_tables import grids_of_tables
@@ -102,6 +103,9 @@ def open_source(plan: BuildPlan, job: GraphJob, target: ModelDims | None, weight
     shared = None if target is None else plan.target
     context = SourceContext(weights or plan.weights, engine.max_seq_len, engine.max_draft_nodes, target, shared)
     source: GraphSource = registry.find_class(job.source)(job, context)
+    if target is None and engine.kv_cache == INT8 and has_alibi({"model_type": source.dims.model_type}):
+        got, todo = f"int8 for {source.dims.model_type}, whose keys hold positions", "Leave engine.kv_cache out."
+        raise RecipeError("engine.kv_cache", got, "rows that hold numbers to 255 exactly: auto", todo)
     return source
 
 

@@ -102,7 +102,7 @@ def _profile(
 
 
 def _shares(engine_ms: float, whole: Mapping[str, float], of_prompt: Mapping[str, float]) -> dict[str, float]:
-    """Returns the milliseconds of each engine in steps: their sum by what each took more than for the prompt."""
+    # Returns the milliseconds of each engine in steps: their sum by what each took more than for the prompt.
     later = {name: max(seconds - of_prompt[name], 0.0) for name, seconds in whole.items()}
     parts = later if any(later.values()) else whole
     return {name: engine_ms * part / (sum(parts.values()) or 1.0) for name, part in parts.items()}

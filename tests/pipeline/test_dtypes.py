@@ -10,7 +10,10 @@ from safetensors.numpy import save_file
 
 from speccompile.backends.tensorrt import import_helper
 from speccompile.bundle.choices import choose_dtype
-from speccompile.bundle.graphs import compile_options
+from speccompile.bundle.graphs import compile_options, open_source
+from speccompile.checkpoints.config_values import POSITION_COLUMNS
+from speccompile.errors import RecipeError
+from speccompile.ops.int8_caches import quantize_rows
 from speccompile.prepare import plan_from_source
 from speccompile.recipe.model_recipe import ModelOptions
 from tests.pipeline import fakes
@@ -86,3 +89,19 @@ def test_cache_rows_hold_a_padded_step_and_keep_slots_aligned(rows, nodes):
 def test_a_graph_without_caches_has_no_rows():
     engine = SimpleNamespace(max_draft_nodes=4, max_batch_size=4, kv_cache="auto")
     assert compile_options(SimpleNamespace(engine=engine, options=None, dtype="float16"), 0).max_rows == 0
+
+
+def test_int8_caches_are_refused_for_keys_that_hold_positions(tmp_path):
+    """256 * high + low in two columns that share a scale: of position 511 the high one is lost."""
+    assert quantize_rows(np.array([[1, 255]], np.float32))[0].tolist() == [[0, 127]]
+    config = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 2, "vocab_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = f"target: {{model: {tmp_path}, weights: random, quantization: none}}\nspeculator: {{method: none}}\n"
+    (tmp_path / "recipe.yaml").write_text(text)
+    for settings in ((), ("engine.kv_cache=int8",)):
+        plan = fakes.make_plan(tmp_path / "recipe.yaml", *settings)
+        if not settings:
+            assert open_source(plan, plan.target, None).dims.head_dim == 32 + POSITION_COLUMNS
+            continue
+        with pytest.raises(RecipeError, match=r"engine\.kv_cache: got int8 for bloom, whose keys hold positions"):
+            open_source(plan, plan.target, None)
