@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
     from speccompile.core.protocols import Engine
 
+# Of a config: lists with an entry for each layer.
+BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "attention_layers")
 MASK_TOKEN = "pard_token"  # in the config.json of a draft: what stands for a token that is not known
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.gguf", "generation_config.json", "tokenizer.json")
 
@@ -182,8 +184,8 @@ class DecoderSource:
     def _write_config(self, folder: Path) -> Path:
         config = read_text_config(self.folder)
         config[layers_key(config)] = self.dims.num_layers
-        for kinds in ("layer_types", "layers_block_type"):
-            if config.get(kinds):
-                config[kinds] = config[kinds][: self.dims.num_layers]
+        for name in BY_LAYER:
+            if isinstance(held := config.get(name), list):
+                config[name] = held[: self.dims.num_layers]
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         return folder

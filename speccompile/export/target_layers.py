@@ -13,7 +13,7 @@ from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.specs import GraphSpec
 from speccompile.export.checks import check_candidates
-from speccompile.export.decoder_source import WEIGHT_FILES, DecoderSource
+from speccompile.export.decoder_source import BY_LAYER, WEIGHT_FILES, DecoderSource
 from speccompile.graph_kinds.borrowed import sharing_spec
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec
 
@@ -77,9 +77,6 @@ class TargetLayersSource:
         return graph, replace(self.dims, num_params=made.num_params)
 
 
-_BY_LAYER = ("layer_types", "layers_block_type", "no_rope_layers", "attention_layers")  # of a config: an entry a layer
-
-
 def keep_layers(model: Any, dims: ModelDims, kept: Sequence[int]) -> ModelDims:
     """Keeps the layers of indices `kept`, rising from 0, in place, numbers them anew, and returns the new sizes.
 
@@ -95,7 +92,7 @@ def keep_layers(model: Any, dims: ModelDims, kept: Sequence[int]) -> ModelDims:
         for module in layer.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
                 module.layer_idx = index
-    for name in _BY_LAYER:
+    for name in BY_LAYER:
         if isinstance(held := getattr(config, name, None), list) and len(held) == dims.num_layers:
             setattr(config, name, [held[index] for index in kept])
     config.num_hidden_layers = len(kept)
