@@ -122,11 +122,10 @@ def fetch_bundle(name: str, revision: str | None = None) -> Path:
             raise BundleError(name, f"a repository without {MANIFEST}", "a bundle on the hub", _TODO)
         listed = json.loads((snapshot / MANIFEST).read_text(encoding="utf-8"))
         files = list(listed["files"]) if isinstance(listed, dict) and isinstance(listed.get("files"), dict) else []
-        # The commit that the manifest was of, whatever was pushed since: snapshots are folders by commit.
-        commit = snapshot.name if revision is None else revision
         wanted = [MANIFEST, *map(_literal, files), *sorted(CERTIFICATE_FILES)]
         bar = download_bar(name)
-        return Path(hub.snapshot_download(name, revision=commit, allow_patterns=wanted, tqdm_class=bar))
+        # The commit that the manifest was of, whatever was pushed since: snapshots are folders by commit.
+        return Path(hub.snapshot_download(name, revision=snapshot.name, allow_patterns=wanted, tqdm_class=bar))
     except (OSError, ValueError) as fault:  # the hub's errors derive from these
         first = (str(fault).strip().splitlines() or [type(fault).__name__])[0]
         raise BundleError(name, f"no local folder, and the hub said: {first}", "a bundle on the hub", _TODO) from fault
@@ -195,8 +194,8 @@ def card_from_manifest(
     sizes = f"{engine['max_batch_size']} sequences of {engine['max_seq_len']} tokens"
     base = [f"base_model: {model}"] if isinstance(model, str) and HUB_ID.fullmatch(model) else []
     rows = [
-        ("target", Path(model).name if isinstance(model, str) and os.path.isabs(model) else model),
-        *([("LoRA adapter", target["lora"])] if target.get("lora") else []),
+        ("target", _public_name(model)),
+        *([("LoRA adapter", _public_name(target["lora"]))] if target.get("lora") else []),
         *_change_rows(manifest["graphs"]["target"].get("lora") or {}),
         *([("adapters, by `model` of a request", ", ".join(adapters))] if adapters else []),
         ("speculation method", method),
@@ -216,6 +215,11 @@ def card_from_manifest(
         _measured(manifest, bench),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _public_name(model: Any) -> Any:
+    """Returns a hub id, or the last part of a path: where it was says nothing to others."""
+    return Path(model).name if isinstance(model, str) and os.path.isabs(model) else model
 
 
 def _change_rows(lora: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -114,6 +114,20 @@ def test_what_was_pushed_is_fetched_and_nothing_else(hub, bundle):
     assert names == {"manifest.json", *bundle.manifest["files"]}
 
 
+def test_all_files_of_a_branch_are_of_the_commit_that_its_manifest_was_of(hub, bundle, monkeypatch):
+    bundle.push_to_hub(NAME)
+    module, asked = sys.modules["huggingface_hub"], []
+    plain = module.snapshot_download
+
+    def download(name: str, *, revision: str | None = None, **options: Any) -> str:
+        asked.append(revision)
+        return plain(name, revision=revision, **options)
+
+    monkeypatch.setattr(module, "snapshot_download", download)
+    fetch_bundle(NAME, "a-branch")
+    assert asked == ["a-branch", COMMIT]
+
+
 def test_a_bundle_that_was_changed_is_not_pushed(hub, bundle):
     (bundle.path / "graphs/target/graph [1].onnx").write_text("other")
     with pytest.raises(BundleError, match="sha256"):
@@ -192,5 +206,8 @@ def test_the_card_says_what_was_built_and_measured(bundle):
     ):
         assert line in card
     assert "bench" not in card_from_manifest(bundle.manifest, NAME) and "certificate" not in card
+    manifest = json.loads(json.dumps(bundle.manifest))
+    manifest["recipe"]["target"] |= {"model": "/srv/models/llama", "lora": "/srv/adapter"}
+    assert "| target | llama |\n| LoRA adapter | adapter |\n" in card_from_manifest(manifest, NAME)
     facts = {"verdict": "passed", "created_at": "today", "is_stale": False, "changed_files": [], "checks": {}}
     assert "| certificate | passed, today |" in card_from_manifest(bundle.manifest, NAME, None, facts)
