@@ -24,7 +24,7 @@ from speccompile.checkpoints.layer_sizes import LATENT_WIDTHS, is_latent, layer_
 from speccompile.checkpoints.packed_schemes import Scheme, read_scheme
 from speccompile.checkpoints.packed_weights import plain_headers
 from speccompile.checkpoints.safetensors import TensorHeader, read_header, wrapper_prefix
-from speccompile.common.json_reader import kind_of, read_json_object, shown, whole_number
+from speccompile.common.json_reader import finite_number, kind_of, read_json_object, shown, whole_number
 from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError
 
@@ -116,6 +116,15 @@ def optional_size(where: str, config: Mapping[str, Any], keys: Sequence[str], de
         where, expected = f"{where} ({key})", f"a whole number from 1 to {MAX_SIZE}, or none"
         raise CheckpointError(where, shown(value), expected, "Correct it, or download the file again.")
     return size
+
+
+def optional_number(where: str, config: Mapping[str, Any], key: str, default: float) -> float:
+    """Returns a number of a config, or the default for missing and null. Raises CheckpointError: it is none."""
+    value = default if config.get(key) is None else config[key]
+    if (number := finite_number(value)) is None:
+        todo = "Correct it, or download the file again."
+        raise CheckpointError(f"{where} ({key})", shown(value), "a number, or none", todo)
+    return number
 
 
 def read_dims(source: Path) -> ModelDims:

@@ -44,7 +44,7 @@ from tests.checkpoints.lab_files import (  # noqa: F401
     write_tables,
     write_target,
 )
-from tests.checkpoints.mask_files import pard, peagle_numbered, peagle_ours, peagle_speculators
+from tests.checkpoints.mask_files import pard, peagle_numbered, peagle_ours, peagle_qwen, peagle_speculators
 from tests.checkpoints.mtp_files import mtp_glm, mtp_ours, mtp_qwen, mtp_speculators
 
 
@@ -142,6 +142,12 @@ def mlp_first_copies(folder: Path) -> Path:
     return save(folder, mlp_config(HIDDEN, INNER, VOCAB, 3, tie=True), tensors)
 
 
+def mlp_tied_by_its_old_name(folder: Path) -> Path:
+    """As IBM's own classes write it."""
+    set_config(mlp_tied(folder), tie_weights=None, tie_wts=True)
+    return folder
+
+
 def mlp_square(folder: Path) -> Path:
     """As wide as its target, which inner_dim 0 says; keys without prefix."""
     tensors = draw(mlp_shapes(HIDDEN, HIDDEN, VOCAB, 2, first_only=False))
@@ -223,6 +229,19 @@ def eagle3_normed(folder: Path) -> Path:
     """Norms before the fusion: one over all states, and one for each."""
     norms = {"input_norm.weight": (3 * HIDDEN,), **{f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)}}
     return save(folder, {**EAGLE3, "norm_before_fc": True}, {**eagle3_tensors(), **draw(norms)})
+
+
+def eagle3_vicuna(folder: Path) -> Path:
+    """With the target's number of layers, as a first release has it."""
+    return save(folder, {**EAGLE3, "num_hidden_layers": LAYERS}, eagle3_tensors())
+
+
+def eagle3_wrapped(folder: Path) -> Path:
+    """A model inside another one, whose LM head and maps have no prefix; numbers that other readers need."""
+    held = eagle3_tensors("layers.0", embedding=True)
+    outside = ("lm_head.weight", "d2t", "t2d")
+    config = {**EAGLE3, "num_aux_hidden_states": 3, "eagle_aux_hidden_state_layer_ids": []}
+    return save(folder, config, {k if k in outside else f"model.{k}": tensor for k, tensor in held.items()})
 
 
 def eagle3_low_rank(folder: Path) -> Path:
@@ -335,6 +354,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "medusa-vllm": (medusa_vllm, "medusa/vllm"),
     "mlp": (mlp_plain, "mlp/ours"),
     "mlp-tied": (mlp_tied, "mlp/ours"),
+    "mlp-old-name": (mlp_tied_by_its_old_name, "mlp/ours"),
     "mlp-square": (mlp_square, "mlp/ours"),
     "mlp-first-copies": (mlp_first_copies, "mlp/ours"),
     "eagle": (eagle_ours, "eagle/ours"),
@@ -345,6 +365,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "eagle3-whole": (eagle3_whole, "eagle3/ours"),
     "eagle3-deepspec": (eagle3_deepspec, "eagle3/numbered"),
     "eagle3-normed": (eagle3_normed, "eagle3/ours"),
+    "eagle3-wrapped": (eagle3_wrapped, "eagle3/numbered"),
     "eagle3-low-rank": (eagle3_low_rank, "eagle3/ours"),
     "eagle3-windowed": (eagle3_windowed, "eagle3/ours"),
     "eagle3-narrow": (eagle3_narrow, "eagle3/ours"),
@@ -367,6 +388,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "peagle": (peagle_ours, "eagle3/ours"),
     "peagle-numbered": (peagle_numbered, "eagle3/numbered"),
     "peagle-speculators": (peagle_speculators, "eagle3/speculators"),
+    "peagle-qwen": (peagle_qwen, "eagle3/speculators"),
     "glide": (glide_ours, "glide/ours"),
     "glide-tied": (glide_tied, "glide/ours"),
     "prophet": (prophet_ours, "prophet/ours"),

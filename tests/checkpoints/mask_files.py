@@ -5,7 +5,20 @@ from pathlib import Path
 
 import torch
 
-from tests.checkpoints.lab_files import DRAFT_VOCAB, HIDDEN, LAYERS, LLAMA, VOCAB, Tensors, draw, layer_shapes, save
+from tests.checkpoints.lab_files import (
+    DRAFT_VOCAB,
+    HEAD_DIM,
+    HIDDEN,
+    LAYERS,
+    LLAMA,
+    VOCAB,
+    Tensors,
+    draw,
+    edit,
+    layer_shapes,
+    save,
+    set_config,
+)
 
 MASK = 37
 _KEPT = [0, 1, 2, 3, 5, 8, 9, 13, 21, 30, 34, 39]  # the target's tokens that P-EAGLE drafts
@@ -58,3 +71,12 @@ def peagle_speculators(folder: Path) -> Path:
         "transformer_layer_config": layer,
     }  # fmt: skip
     return save(folder, config, _peagle("layers.0", (1, 1, 3 * HIDDEN)))
+
+
+def peagle_qwen(folder: Path) -> Path:
+    """Layers of Qwen3, which have norms of queries and keys, and the kinds of the target's layers."""
+    norms = {f"layers.{i}.self_attn.{p}_norm.weight": (HEAD_DIM,) for i in range(3) for p in "qk"}
+    edit(peagle_speculators(folder), lambda held: held.update(draw(norms)))
+    kinds = {"transformer_layer_config__layer_types": ["full_attention"] * LAYERS}
+    set_config(folder, transformer_layer_config__model_type="qwen3", **kinds)
+    return folder

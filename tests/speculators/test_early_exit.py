@@ -111,10 +111,13 @@ def test_layers_that_cannot_draft_are_refused(folders, tmp_path):
     for key, value, error, message in (
         ("hidden_size", 64, RecipeError, "got hidden_size 64; expected 48, as the target has"),
         ("num_exit_layers", "two", CheckpointError, r"\(num_exit_layers\): got 'two'; expected a positive integer"),
+        ("rms_norm_eps", "small", CheckpointError, r"\(rms_norm_eps\): got 'small'; expected a number, or none"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
         with pytest.raises(error, match=message):
             source_of(folders, True, weights="random", model=tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": None}))
+    assert source_of(folders, True, weights="random", model=tmp_path).dims.rms_norm_eps == 1e-5
 
 
 def test_the_doctor_knows_the_heads_layout(folders, tmp_path):

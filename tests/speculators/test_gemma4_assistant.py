@@ -268,6 +268,19 @@ def test_the_doctor_knows_the_layout(pair):
     check_speculator(folder / "assistant", FORMATS, read_dims(folder / "target"))
 
 
+def test_what_the_config_leaves_out_is_read_off_the_weights(pair, tmp_path):
+    folder = pair[0]
+    config = json.loads((folder / "assistant/config.json").read_text())
+    wanted = config.pop("backbone_hidden_size")
+    (tmp_path / "assistant").mkdir()
+    (tmp_path / "assistant/config.json").write_text(json.dumps({**config, "num_centroids": None}))
+    (tmp_path / "assistant/model.safetensors").symlink_to(folder / "assistant/model.safetensors")
+    (tmp_path / "target").symlink_to(folder / "target")
+    made = source(tmp_path)
+    made.check()
+    assert made.make_module() is not None and made.dims.hidden_size == wanted
+
+
 def test_another_target_is_refused(pair, tmp_path):
     folder = pair[0]
     for name, change, message in (

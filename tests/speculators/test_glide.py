@@ -160,12 +160,28 @@ def test_a_drafter_of_another_target_is_refused(trainable):
         ("hidden_size", None, r"\(hidden_size\): got None; expected a positive integer"),
         ("attention_bias", True, r"\(attention_bias\): got True; expected False"),
         ("rope_scaling", {"factor": 2.0}, r"\(rope_scaling\): got .*; expected keys that are read"),
+        ("rope_parameters", {"rope_theta": "1e4"}, r"\(rope_parameters\.rope_theta\): got '1e4'; expected a number"),
+        ("large_rope_theta", [1], r"\(large_rope_theta\): got \[1\]; expected a number"),
     ],
 )
 def test_a_config_that_cannot_be_built_is_refused(tmp_path, key, value, message):
     (tmp_path / "config.json").write_text(json.dumps({**SIZES.config(), key: value}))
     with pytest.raises(CheckpointError, match=message):
         GlideSource(job(tmp_path), context("random"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"rms_norm_eps": None, "rope_theta": None, "large_rope_theta": None}, (1e-6, 10000.0, 10000.0)),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}}, (1e-5, 5e5, 5000.0)),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 2e5}}, (1e-5, 2e5, 5000.0)),
+    ],
+)
+def test_missing_numbers_are_a_llama_configs(tmp_path, changes, wanted):
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES.config(), **changes}))
+    dims = GlideSource(job(tmp_path), context("random")).dims
+    assert (dims.rms_norm_eps, dims.rope_theta, dims.target_rope_theta) == wanted
 
 
 def test_a_head_of_its_own_is_used(trainable, tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from speccompile.checkpoints.checkpoint import read_config, stated_size
+from speccompile.checkpoints.checkpoint import optional_number, read_config, stated_size
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.dims import ModelDims
@@ -92,7 +92,8 @@ class ExitSource(TargetLayersSource):
             expected = f"1 to {target.num_layers - 1}, the target's layers but its last"
             raise RecipeError("speculator.num_exit_layers", f"{num}", expected, "Lower it.")
         sizes = {f.name: getattr(target, f.name) for f in fields(ModelDims)}
-        eps, inner = float(head.get("rms_norm_eps", 1e-5)), int(head.get("intermediate_size", 0))
+        where, inner = str(self.head_folder), int(head.get("intermediate_size", 0))
+        eps = optional_number(f"{where}/config.json", head, "rms_norm_eps", 1e-5)
         return ExitDims(**{**sizes, "num_layers": num, "num_params": 0}, adapter_size=inner, rms_norm_eps=eps)
 
     def check(self) -> None:

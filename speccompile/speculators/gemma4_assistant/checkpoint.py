@@ -191,7 +191,10 @@ class AssistantSource(SpeculatorSource):
         super().__init__(job, context)
         # As many as the target has: its rows are read in place.
         self.max_rows = min(context.max_seq_len, self.target.max_positions)
-        sizes, self.config = sizes_of(self.case), self.case.config
+        sizes, found = sizes_of(self.case), self.case.sizes
+        # What the config leaves out is read off the weights, or the class's default.
+        own = {"num_centroids": found["num_centroids"], "centroid_intermediate_top_k": found["num_chosen"]}
+        self.config = {**self.case.config, "backbone_hidden_size": sizes.hidden_size, **own}
         self.form = DraftForm.from_options(job.options, NUM_DRAFTS)
         self.dims: AssistantSizes = replace(sizes, num_drafts=self.form.depth)
         sources, text = source_layers(context), self.config["text_config"]

@@ -108,7 +108,7 @@ class Assistant(nn.Module):
         self.lm_head = nn.Linear(width, vocab, bias=False)
         self.pre_projection = nn.Linear(2 * target, width, bias=False)
         self.post_projection = nn.Linear(width, target, bias=False)
-        sizes = int(config.get("num_centroids", 2048)), int(config.get("centroid_intermediate_top_k", 32))
+        sizes = int(config["num_centroids"]), int(config["centroid_intermediate_top_k"])
         is_ordered = config.get("use_ordered_embeddings") is True
         self.masked_embedding = MaskedEmbedding(*sizes, width, vocab) if is_ordered else None
 

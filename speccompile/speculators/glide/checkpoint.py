@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from speccompile.checkpoints.checkpoint import optional_number
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext
 from speccompile.core.specs import GraphSpec
@@ -166,7 +167,9 @@ FORMATS = (
 def dims_for_target(case: Case, target: ModelDims) -> GlideDims:
     """Returns the sizes of a checkpoint; its cross-attention has those of the target."""
     config, last = case.config, target.attention_layers[-1]
-    rope = config.get("rope_parameters") or config
+    where, nested = str(case.folder / "config.json"), "rope_parameters.rope_theta"
+    theta = optional_number(where, config, "rope_theta", PUBLISHED_THETA)
+    theta = optional_number(where, {nested: lookup(config, nested)}, nested, theta)
     return GlideDims(
         model_type="glide",
         vocab_size=case.size("vocab"),
@@ -183,9 +186,9 @@ def dims_for_target(case: Case, target: ModelDims) -> GlideDims:
         target_head_dim=target.per_layer[last].head_dim,
         target_layer=last,
         is_tied=bool(case.sizes["is_tied"]),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-5)),
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
-        target_rope_theta=float(config.get("large_rope_theta") or PUBLISHED_THETA),
+        rms_norm_eps=optional_number(where, config, "rms_norm_eps", 1e-6),  # as a Llama config without has it
+        rope_theta=theta,
+        target_rope_theta=optional_number(where, config, "large_rope_theta", PUBLISHED_THETA),
     )
 
 

@@ -95,7 +95,7 @@ _SIZES = (
     Size("inner", ("inner_dim",), default=0, least=0),
     Size("num_heads", ("n_predict",)),
     Size("vocab", ("vocab_size",), stored=((r"^head\.0\.weight$", 0),)),
-    flag("is_tied", "tie_weights"),
+    flag("is_tied", "tie_weights", "tie_wts"),
     flag("scales_input", "scale_input"),
 )
 
