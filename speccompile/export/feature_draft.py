@@ -12,6 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -149,12 +150,17 @@ class SlidingFeatureDraft(FeatureDraft):
         return self._step(tokens, lengths, tree_mask, scored_nodes, features, feature_nodes, roots, warp, caches)
 
 
+@strict
+class _LayerConfig(LlamaConfig):
+    def validate_architecture(self) -> None: ...  # Heads may have a width of their own; `check_heads` has seen them.
+
+
 def layer_config(config: Mapping[str, Any]) -> LlamaConfig:
     """Returns the config of the decoder layers in a speculator's config.json, for `attention.attend`."""
     values = {**decoder_config(config), "tie_word_embeddings": False}
     try:
         with config_errors("config.json", values):
-            made = LlamaConfig(**values)
+            made = _LayerConfig(**values)
     except (TypeError, ValueError, KeyError) as fault:
         todo = "Correct the speculator's config.json."
         raise ExportError("config.json", str(fault).strip().splitlines()[0], "sizes of a Llama layer", todo) from fault
@@ -163,9 +169,15 @@ def layer_config(config: Mapping[str, Any]) -> LlamaConfig:
     return made
 
 
+def has_qkv_bias(config: Mapping[str, Any]) -> bool:
+    """Whether queries, keys and values have biases: by `qkv_bias`, else by `attention_bias`."""
+    stated = config.get("qkv_bias")
+    return bool(config.get("attention_bias") if stated is None else stated)
+
+
 def widen_projections(module: nn.Module, width: int, config: Mapping[str, Any]) -> None:
     """Replace the projections of a Llama attention by ones from `width`, with the biases of the config."""
-    bias = bool(config.get("qkv_bias") or config.get("attention_bias"))
+    bias = has_qkv_bias(config)
     for name in ("q_proj", "k_proj", "v_proj"):
         old = getattr(module, name)
         setattr(module, name, nn.Linear(width, old.out_features, bias=bias))

@@ -293,3 +293,15 @@ def test_a_config_alone_is_enough_for_random_weights(folder, tmp_path):
         assert len(fusion.dims.layers) == (5 if kind == "two" else 3) and max(fusion.dims.layers) < 7
     draft, _ = sources(folder, tmp_path / "two", weights="random")
     assert sum(t.name.endswith("_cache.1") for t in draft.spec().inputs) == 2
+
+
+def test_biases_of_queries_keys_and_values_are_read(folder):
+    made = {**lab.KINDS["one"], "qkv_bias": True}
+    widths = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
+    biases = {f"layers.0.self_attn.{name}.bias": torch.randn(num) for name, num in widths.items()}
+    lab.write(folder / "biased", made, {**lab.tensors_of(made), **biases})
+    source = sources(folder, "biased")[0]
+    source.check()
+    held = dict(source.make_module().named_parameters())
+    assert all(torch.equal(held[name], bias) for name, bias in biases.items())
+    assert "layers.0.self_attn.o_proj.bias" not in held

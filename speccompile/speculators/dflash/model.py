@@ -24,7 +24,7 @@ from speccompile.core.specs import GraphSpec
 from speccompile.export.attention import cached_attention, gather_nodes
 from speccompile.export.candidates import top_tokens
 from speccompile.export.draft_vocab import target_tokens
-from speccompile.export.feature_draft import fill_weights, layer_config
+from speccompile.export.feature_draft import fill_weights, has_qkv_bias, layer_config
 from speccompile.graph_kinds.features import FeatureDims
 from speccompile.speculators.dflash.drafter import Drafter
 from speccompile.speculators.dflash.heads import LatticeCorrector, PathTerms, block_weights
@@ -62,11 +62,11 @@ class BlockAttention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        width, self.head_dim, bias = config.hidden_size, config.head_dim, bool(config.attention_bias)
+        width, self.head_dim, bias = config.hidden_size, config.head_dim, has_qkv_bias(config.to_dict())
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(width, queries, bias=bias)
         self.k_proj, self.v_proj = (nn.Linear(width, keys, bias=bias) for _ in range(2))
-        self.o_proj = nn.Linear(queries, width, bias=bias)
+        self.o_proj = nn.Linear(queries, width, bias=bool(config.attention_bias))
         self.q_norm, self.k_norm = (LlamaRMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
 
     def forward(
