@@ -66,10 +66,10 @@ def base_convention(case: Case, config: Mapping[str, Any], target: Mapping[str, 
 
 
 def rope_base(config: Mapping[str, Any]) -> float:
-    """Returns the base of rotary positions of a config; Llama's default where it gives none."""
+    """Returns the base of rotary positions of a config, as its layers take it; Llama's default where it gives none."""
     held = config.get("rope_parameters")
     nested = held.get("rope_theta") if isinstance(held, Mapping) else None
-    return float(config.get("rope_theta") or nested or 10000.0)
+    return float(nested or config.get("rope_theta") or 10000.0)
 
 
 def with_base(config: Mapping[str, Any], base: float) -> dict[str, Any]:

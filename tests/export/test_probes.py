@@ -79,6 +79,7 @@ def test_layers_that_a_list_could_have_meant(stated, published, others):
 def test_the_base_of_positions_is_read_and_written_where_a_config_has_it():
     nested = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     assert [rope_base(c) for c in ({}, {"rope_theta": 1e6}, nested)] == [10000.0, 1e6, 5e5]
+    assert rope_base({**nested, "rope_theta": 1e6}) == 5e5  # as the layers take it
     assert rope_base(with_base(nested, 2e4)) == 2e4
     assert with_base(nested, 2e4)["rope_parameters"] == {"rope_type": "default", "rope_theta": 2e4}
 
