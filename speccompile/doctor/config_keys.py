@@ -61,7 +61,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_sliding_window", "use_swa"), (False,)),
     "parallel_draft_step": (1,),
     "next_layer_regular": (True,),
-    "attention_mode": ("gqa",),
+    "attention_mode": ("gqa", "mha"),
     "eagle_decoder_type": ("llama",),
     "swiglu_limit": (),
 }

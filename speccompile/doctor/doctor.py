@@ -20,7 +20,7 @@ from speccompile.core.dims import ModelDims
 from speccompile.core.registry import load_formats
 from speccompile.doctor.config_keys import unread_keys
 from speccompile.doctor.findings import Finding, Report, raise_first
-from speccompile.doctor.layouts import ANY, Case, Format, Target, resolve_sizes
+from speccompile.doctor.layouts import ANY, Case, Expected, Format, Target, resolve_sizes
 from speccompile.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -98,7 +98,20 @@ def make_case(found: Checkpoint, layout: Format, target: Target | None = None, r
     config_path = str(found.folder / "config.json")
     sizes, _ = resolve_sizes(layout, found.config, found.files, prefix, config_path)
     expected = layout.expand(sizes, prefix)
+    if not layout.has_others:
+        expected = _as_stored(expected, prefix, found.files.headers)
     return Case(found.folder, found.config, found.files, layout, target, reads_values, prefix, sizes, expected)
+
+
+def _as_stored(expected: Mapping[str, Expected], prefix: str, stored: Collection[str]) -> dict[str, Expected]:
+    # A whole module may be stored without the prefix, as an LM head beside a model is.
+    modules = {key[len(prefix) :].split(".")[0] for key in stored if key.startswith(prefix)}
+    found = {}
+    for key, want in expected.items():
+        bare = key.removeprefix(prefix)
+        is_bare = bare in stored and bare.split(".")[0] not in modules
+        found[bare if is_bare else key] = replace(want, key=bare) if is_bare else want
+    return found
 
 
 def findings_from_case(case: Case) -> tuple[Finding, ...]:

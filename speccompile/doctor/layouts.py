@@ -281,7 +281,8 @@ def resolve_sizes(
     layout: Format, config: Mapping[str, Any], files: TensorFiles, prefix: str, config_path: str
 ) -> tuple[Sizes, list[Finding]]:
     """Returns the sizes of a checkpoint and their faults; a size that nothing gives is None."""
-    tails = {k[len(prefix) :]: h for k, h in files.headers.items() if k.startswith(prefix)}
+    own = {k: h for k, h in files.headers.items() if k.startswith(prefix) or not layout.has_others}
+    tails = {k.removeprefix(prefix): h for k, h in own.items()}
     sizes: Sizes = {}
     faults: list[Finding] = []
     counted = {size for row in layout.rows for _, size, _ in row.over}

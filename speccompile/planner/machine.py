@@ -122,11 +122,7 @@ def published_machines(path: Path = MACHINES) -> dict[str, Machine]:
 
 
 def find_machine(name: str) -> Machine:
-    """Returns a published machine.
-
-    Raises:
-        RecipeError: there is none of that name.
-    """
+    """Returns a published machine. Raises RecipeError: there is none of that name."""
     known = published_machines()
     if name not in known:
         expected = f"this, or one of {', '.join(known)}"

@@ -88,6 +88,7 @@ TAKEN: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
         {"ttt_length": 7, "initializer_range": 0.02, "num_experts": 8, "_commit_hash": "x", "auto_map": {"": "a.B"},
          "attention_dropout": 0.1, "begin_suppress_tokens": None, "id2label": {"0": "a"}, "use_cache": False},
     ),
+    "as many key heads as query heads": (lab.dflash_one, {"dflash_config__attention_mode": "mha"}),
     "DSpark of ModelOpt": (
         lab.dspark, {"dflash_config": {"projector_type": "dspark", "shift_label": True, "use_confidence_head": True}}
     ),
@@ -179,6 +180,18 @@ MASK_TRAPS: dict[str, Trap] = {
         "eagle3.config",
         "got 'eagle3'; expected 'peagle'",
         config(speculators_config__algorithm="eagle3"),
+    ),
+    "the number of layers of the target": Trap(
+        lab.eagle3_vicuna,
+        "eagle3.layers",
+        r"\(num_hidden_layers\): got 6; expected 1, as many as are stored",
+        severity="warning",
+    ),
+    "a number of states that fc does not read": Trap(
+        lab.eagle3_ours,
+        "eagle3.layers",
+        r"\(num_aux_hidden_states\): got 5; expected 3, as fc reads",
+        config(num_aux_hidden_states=5),
     ),
     "embeddings that were never trained": Trap(
         lab.eagle3_ours,

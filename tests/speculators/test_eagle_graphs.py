@@ -307,17 +307,17 @@ def test_random_weights_need_a_config_alone_and_layers_follow_the_target(folder,
     assert any(n.op_type == "CachedAttention" for n in model.graph)
 
 
-def write_deepspec(folder, layers=(0, 1, 3, 4, 6)):
+def write_deepspec(folder, num_layers=1, layers=(0, 1, 3, 4, 6)):
     """DeepSpec's layout: norms of queries and keys, layers by their outputs, the whole vocabulary."""
     from safetensors.torch import load_file, save_file
 
     torch.manual_seed(11)
-    heads = lab.random_eagle3(lab.config_of(draft_vocab_size=lab.VOCAB))
+    heads = lab.random_eagle3(lab.config_of(draft_vocab_size=lab.VOCAB, num_hidden_layers=num_layers))
     lab.write_eagle3(folder, heads, {"embed_tokens.weight": torch.randn(lab.VOCAB, lab.HIDDEN)})
     held = load_file(folder / "model.safetensors")
     held = {k.replace("midlayer", "layers.0"): t for k, t in held.items() if k not in ("d2t", "t2d")}
     held["fc.weight"] = torch.randn(lab.HIDDEN, len(layers) * lab.HIDDEN) * 0.3
-    held |= {f"layers.0.self_attn.{p}_norm.weight": torch.rand(8) + 0.5 for p in "qk"}
+    held |= {f"layers.{i}.self_attn.{p}_norm.weight": torch.rand(8) + 0.5 for i in range(num_layers) for p in "qk"}
     save_file(held, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config = {k: v for k, v in config.items() if "layer_ids" not in k and k != "draft_vocab_size"}
@@ -326,11 +326,13 @@ def write_deepspec(folder, layers=(0, 1, 3, 4, 6)):
     return held, config
 
 
-def test_norms_of_queries_and_keys_and_five_layers_of_the_target(folder, tmp_path):
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_norms_of_queries_and_keys_and_five_layers_of_the_target(folder, tmp_path, num_layers):
     from tests.export.eagle3_reference import target_logits
 
-    held, config = write_deepspec(folder / "deepspec")
-    draft, fusion = eagle3_source(folder, "deepspec"), eagle3_source(folder, "deepspec", "Fusion")
+    name = f"deepspec-{num_layers}"
+    held, config = write_deepspec(folder / name, num_layers)
+    draft, fusion = eagle3_source(folder, name), eagle3_source(folder, name, "Fusion")
     draft.check()
     layers = tuple(config["target_layer_ids"])
     assert draft.dims.layers == layers
@@ -345,7 +347,7 @@ def test_norms_of_queries_and_keys_and_five_layers_of_the_target(folder, tmp_pat
         chain, _ = drafted(engine, features)
         assert np.asarray(chain[CANDIDATES]).ravel().tolist() == wanted[-1].topk(4).indices.tolist()
     # The norms matter.
-    plain = {k: t for k, t in held.items() if "q_norm" not in k}
+    plain = {k: t for k, t in held.items() if f"{num_layers - 1}.self_attn.q_norm" not in k}
     other = target_logits(config, plain, "layers.0", torch.tensor(TOKENS_READ), states)
     assert (other[-1] - wanted[-1]).abs().max() > 100 * TOLERANCE * wanted[-1].abs().max()
 
@@ -371,3 +373,25 @@ def test_variants_that_are_not_computed_are_refused_by_name(folder, tmp_path, co
     shutil.copytree(folder / "target", tmp_path / "target")
     with pytest.raises(error, match=message):
         eagle3_source(tmp_path, "w", weights="random")
+
+
+def test_biases_of_queries_keys_and_values_are_those_of_every_layer(folder):
+    config = lab.config_of(num_hidden_layers=2, qkv_bias=True)
+    widths = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
+    stems = ("midlayer", "layers.1")
+    biases = {f"{s}.self_attn.{name}.bias": torch.randn(n) for s in stems for name, n in widths.items()}
+    extra = {**biases, "embed_tokens.weight": torch.randn(lab.VOCAB, lab.HIDDEN)}
+    lab.write_eagle3(folder / "biased", lab.random_eagle3(config), extra)
+    source = eagle3_source(folder, "biased")
+    source.check()
+    made = dict(source.make_module().named_parameters())
+    assert all(torch.equal(made[name], bias) for name, bias in biases.items())
+    assert "layers.1.self_attn.o_proj.bias" not in made
+
+
+def test_heads_may_have_a_width_that_does_not_divide_the_hidden_size(folder):
+    config = lab.config_of(num_attention_heads=3, num_key_value_heads=1)
+    lab.write_eagle3(folder / "odd", lab.random_eagle3(config))
+    source = eagle3_source(folder, "odd")
+    source.check()
+    assert source.make_module().midlayer.self_attn.q_proj.weight.shape == (24, 64)

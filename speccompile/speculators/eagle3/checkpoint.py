@@ -70,7 +70,7 @@ def layers_of_target(
 
 def layers_from_config(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Returns the layers that a config names; None where it names none."""
-    ids, outputs = layer_ids(config), config.get(OUTPUTS)
+    ids, outputs = layer_ids(config), config.get(OUTPUTS) or None
     given, least, key = (ids, 1, IDS[0]) if outputs is None else (outputs, 0, OUTPUTS)
     if not given:
         return None

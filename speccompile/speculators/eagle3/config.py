@@ -34,7 +34,7 @@ class Eagle3Config(FeatureFields):
     """
 
     model: str
-    layers: tuple[int, int, int] | Literal["auto"] = "auto"
+    layers: tuple[int, ...] | Literal["auto"] = "auto"
     parallel_drafting: bool | Literal["auto"] = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -42,8 +42,8 @@ class Eagle3Config(FeatureFields):
         if self.layers == "auto":
             return
         object.__setattr__(self, "layers", tuple(self.layers))
-        if len(set(self.layers)) != 3 or min(self.layers) < 0:
-            where, expected = "speculator.layers", "auto, or three different layers from 0 on"
+        if not self.layers or len(set(self.layers)) != len(self.layers) or min(self.layers) < 0:
+            where, expected = "speculator.layers", "auto, or different layers from 0 on"
             raise RecipeError(where, f"{list(self.layers)}", expected, "Correct the recipe.")
 
     @property

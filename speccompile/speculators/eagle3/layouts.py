@@ -46,6 +46,7 @@ _MASKED = rf"^{MASK_HIDDEN}$"
 MASK_TOKENS = ("ptd_token_id", "pard_token", "mask_token_id")  # in the config; the first is written
 IDS = ("eagle_aux_hidden_state_layer_ids", "eagle_config.eagle_aux_hidden_state_layer_ids")
 OUTPUTS = "target_layer_ids"
+STATES = "num_aux_hidden_states"
 _OWN = (*IDS, "norm_before_residual", "norm_output", "qk_norm", "sliding_window", "use_sliding_window")
 
 
@@ -65,6 +66,10 @@ def _derive(sizes: Sizes) -> None:
     is_flat = bool(flat_width) and not width
     sizes["has_flat_mask"] = int(bool(sizes["has_masks"]) and is_flat)
     sizes["has_mask"] = int(bool(sizes["has_masks"]) and not is_flat)
+    has_first, has_more = sizes.pop("has_first"), sizes.pop("has_more")
+    sizes["is_single"] = int(bool(has_first) and not (has_more or sizes["has_masks"]))
+    if sizes["is_single"]:  # whatever the config says: some first releases state the target's number
+        sizes["num_layers"] = 1
 
 
 def _check_maps(case: Case) -> Iterator[Finding]:
@@ -107,7 +112,8 @@ def _absolute(case: Case, key: str) -> Finding:
 
 def _check_layers(case: Case) -> Iterator[Finding]:
     """Yields findings unless the fused states are as many of the target's as `fc` reads."""
-    ids, outputs, num = layer_ids(case.config), case.config.get(OUTPUTS), case.sizes["num_states"]
+    yield from _check_numbers(case)
+    ids, outputs, num = layer_ids(case.config), case.config.get(OUTPUTS) or None, case.sizes["num_states"]
     if ids is not None and outputs is not None:
         got, todo = f"{ids!r} and {outputs!r}", "Remove the one that its author did not mean: --set KEY=null."
         yield finding("error", case.where_in_config(IDS[0], OUTPUTS), got, "one of them", todo)
@@ -134,6 +140,18 @@ def _check_layers(case: Case) -> Iterator[Finding]:
         yield finding("error", where, repr(given), expected, todo)
 
 
+def _check_numbers(case: Case) -> Iterator[Finding]:
+    stated, num = case.sizes["stated_states"], case.sizes["num_states"]
+    if stated and stated != num:
+        todo = "Correct config.json, or fetch the folder again."
+        yield finding("error", case.where_in_config(STATES), str(stated), f"{num}, as fc reads", todo)
+    layers = layer_of(case.config).get("num_hidden_layers")
+    if case.sizes["is_single"] and type(layers) is int and layers > 1:
+        todo = "Nothing, if it is the target's number, which some first releases state."
+        where = case.where_in_config("num_hidden_layers")
+        yield finding("warning", where, str(layers), "1, as many as are stored", todo)
+
+
 def _check_mask(case: Case) -> Iterator[Finding]:
     token, vocab = case.sizes.get("mask_token"), case.sizes.get("vocab")
     if not case.sizes["has_masks"] and case.config.get("speculators_model_type") != "peagle":
@@ -155,10 +173,10 @@ def mask_token(config: Mapping[str, Any]) -> tuple[bool, Any]:
 
 
 def layer_ids(config: Mapping[str, Any]) -> Any:
-    """Returns the target's layers as a config states them; None where it does not."""
+    """Returns the target's layers as a config states them; None where it does not, or states an empty list."""
     nested = config.get("eagle_config")
     inner = nested.get(IDS[0]) if isinstance(nested, Mapping) else None
-    return config.get(IDS[0]) if config.get(IDS[0]) is not None else inner
+    return config.get(IDS[0]) or inner or None
 
 
 def _canonical_config(case: Case) -> dict[str, Any]:
@@ -208,6 +226,9 @@ def _sizes(scope: str = "") -> tuple[Size, ...]:
         Size("target_hidden", ("target_hidden_size",), default=0, least=0),
         Size("fc_width", stored=((r"^fc\.weight$", 1),), default=0, least=0),
         flag("has_qk_norm", "qk_norm", present=r"\.self_attn\.q_norm\.weight$"),
+        Size("stated_states", (STATES,), default=0, least=0),
+        flag("has_first", present=r"^midlayer\."),
+        flag("has_more", present=r"^layers\.\d+\."),
         flag("has_input_norm", "norm_before_fc", present=r"^input_norm\.weight$"),
         flag("has_masks", "parallel_drafting", present=_MASKED),
         Size("mask_token", MASK_TOKENS, default=-1, least=0),
@@ -217,9 +238,14 @@ def _sizes(scope: str = "") -> tuple[Size, ...]:
     )
 
 
+def _norm_rows(stem: str, over: tuple[tuple[str, str, int], ...], name: str) -> tuple[Row, ...]:
+    ends = [f"self_attn.{p}_norm.weight" for p in "qk"]
+    return tuple(Row(f"{stem}.{end}", ("head_dim",), over, f"{name}.{end}", need="has_qk_norm") for end in ends)
+
+
 def _rows(first: str, *, has_low_rank: bool = False) -> tuple[Row, ...]:
     """Returns the rows, with the beginning of the first layer's keys; `has_low_rank`: the LM head may be two."""
-    over = (("layer", "num_layers", 1),)
+    over, further = (("layer", "num_layers", 1),), "layers.{layer}"
     low_rank = (
         Row(HEAD_DOWN, ("head_rank", "hidden"), need="head_rank"),
         Row("lm_head.weight", ("draft_vocab", "head_rank"), need="head_rank"),
@@ -233,17 +259,8 @@ def _rows(first: str, *, has_low_rank: bool = False) -> tuple[Row, ...]:
         Row(MASK_HIDDEN, (1, "fused"), need="has_flat_mask"),
         Row(f"{first}.hidden_norm.weight", ("hidden",), name="midlayer.hidden_norm.weight"),
         *decoder_rows(first, name="midlayer", qkv_input="two_hidden"),
-        *(
-            Row(
-                f"{first}.self_attn.{p}_norm.weight",
-                ("head_dim",),
-                (),
-                f"midlayer.self_attn.{p}_norm.weight",
-                need="has_qk_norm",
-            )
-            for p in "qk"
-        ),
-        *decoder_rows("layers.{layer}", over),
+        *decoder_rows(further, over),
+        *(row for stem, *own in ((first, (), "midlayer"), (further, over, further)) for row in _norm_rows(stem, *own)),
         Row("norm.weight", ("hidden",)),
         Row("lm_head.weight", ("draft_vocab", "hidden"), need="!head_rank" if has_low_rank else ""),
         *(low_rank if has_low_rank else ()),

@@ -4,7 +4,8 @@
 Decoder layers over (embedding of the next token, feature of this position); the first layer's attention reads both side
 by side. The feature is fc(three residual streams of the target), of a draft the drafter's output before the norm.
 EAGLE-3.1 norms each of the streams, and its drafts read that output after the norm. P-EAGLE's drafts read masks: one
-token's embedding and trained states. Layers are transformers' Llama layers, for biases, activation and rotary scaling.
+token's embedding and trained states. Layers are transformers' Llama layers, for biases, activation and rotary scaling;
+with norms of queries and keys Qwen3's.
 After Li et al. 2025, "EAGLE-3" (arXiv 2503.01840), Hui et al. 2026, "P-EAGLE" (arXiv 2602.01469), and the published
 code.
 """
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from speccompile.export.draft_vocab import target_tokens
 from speccompile.export.feature_draft import FeatureBody, fill_weights, layer_config, widen_projections
@@ -56,7 +57,10 @@ class Eagle3Body(FeatureBody):
         super().__init__(layer)
         self.embed_tokens = nn.Embedding(dims.vocab_size, dims.hidden_size)
         self.midlayer = MidLayer(layer, config)
-        self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer(layer, i) for i in range(1, dims.num_layers)})
+        further = Qwen3DecoderLayer if config.get("qk_norm") else LlamaDecoderLayer
+        self.layers = nn.ModuleDict({str(i): further(layer, i) for i in range(1, dims.num_layers)})
+        for part in self.layers.values() if config.get("qkv_bias") is not None else ():
+            widen_projections(part.self_attn, dims.hidden_size, config)
         self.norm = LlamaRMSNorm(dims.hidden_size, layer.rms_norm_eps)
         self.gives_normed = bool(config.get("norm_output"))  # of EAGLE-3.1: the next draft reads what the head reads
         rank = dims.head_rank  # two products, which cost less than one of the whole width

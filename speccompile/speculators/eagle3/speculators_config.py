@@ -55,11 +55,11 @@ def windows_of(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...] | 
     if kinds is None:
         is_off = not window or config.get("use_sliding_window", True) is False
         return (0,) * num_layers if is_off else None
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(k not in (FULL, SLIDING) for k in kinds):
+    if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
         return None
-    if SLIDING not in kinds:
+    if SLIDING not in kinds:  # as many as the target has, where a trainer began with its config
         return (0,) * num_layers
-    if type(window) is not int or window < 1 or config.get("use_sliding_window") is False:
+    if len(kinds) != num_layers or type(window) is not int or window < 1 or config.get("use_sliding_window") is False:
         return None
     return tuple(window if kind == SLIDING else 0 for kind in kinds)
 

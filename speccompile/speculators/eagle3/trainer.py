@@ -17,7 +17,7 @@ from speccompile.export.feature_source import dims_from_config
 from speccompile.export.heads_file import CONFIG, WEIGHTS, read_heads, write_heads
 from speccompile.export.layers import copy_weights, init_linear
 from speccompile.speculators.eagle3.config import Eagle3Training
-from speccompile.speculators.eagle3.layouts import EMBEDDINGS, IDS, MASK_TOKENS
+from speccompile.speculators.eagle3.layouts import EMBEDDINGS, IDS, MASK_TOKENS, OUTPUTS
 from speccompile.speculators.eagle3.model import Eagle3Body, Fusion
 from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch, chosen_mask, layer_sizes
 
@@ -190,6 +190,9 @@ def config_from_training(training: Eagle3Training, parts: TargetParts) -> dict[s
     if training.parallel_drafting:
         masks = {"parallel_drafting": True, MASK_TOKENS[0]: chosen_mask(training.mask_token_id, target, vocab)}
     layers = training.chosen_layers(int(target["num_hidden_layers"]))
+    # The published ids count states before layers: layer i's output is the state before i + 1. Those that begin with 1
+    # are read as outputs, so that the first layer's output needs the other key.
+    named = {OUTPUTS: list(layers)} if layers[0] == 0 else {IDS[0]: [i + 1 for i in layers]}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -206,6 +209,5 @@ def config_from_training(training: Eagle3Training, parts: TargetParts) -> dict[s
         **({"norm_output": True} if training.norm_output else {}),
         **({"head_rank": training.head_rank} if training.head_rank else {}),
         **masks,
-        # The published ids count states before layers: layer i's output is the state before i + 1.
-        IDS[0]: [i + 1 for i in layers],
+        **named,
     }
