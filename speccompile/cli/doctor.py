@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.text import Text
 from speccompile.cli.build import check_class
 from speccompile.cli.output import errors_as_json, live_stages, print_json, quiet_libraries
 from speccompile.cli.prompts import prompts_of_requests, read_requests
+from speccompile.common.json_reader import parse_json
 from speccompile.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
         if not is_there or not key:
             raise RecipeError("--set", repr(pair), "KEY=VALUE", "Correct the option.")
         try:
-            found[key] = json.loads(text)
+            found[key] = parse_json(text)
         except ValueError:
             found[key] = text
     return found

@@ -98,7 +98,10 @@ def read_graph(path: Path) -> Any:
         todo = f"Install the build extra: {install_command('build')}."
         raise RuntimeFault("inspect", f"no package {fault.name}", "onnx and onnx-ir", todo) from fault
     try:
-        return ir.load(path)
+        model = ir.load(path)
+        if not model.opset_imports:  # of an empty file
+            raise ValueError("no graph")
+        return model
     except (DecodeError, OSError, ValueError, ir.serde.SerdeError) as fault:
         reason: BaseException = fault
         while reason.__cause__ is not None:  # the outer ones quote the whole file

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from speccompile.cli.doctor import parse_overrides
 from speccompile.cli.main import main
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.probe import Measured, ProbeReport
@@ -189,3 +190,8 @@ def test_what_a_models_own_class_rejects_is_seen_before_a_build(changes, words, 
         assert run(*command) in (3, 4), command[0]
         told = " ".join(capsys.readouterr().err.split())
         assert words in told and str(target) in told.replace(" ", ""), told
+
+
+def test_what_is_no_json_is_a_text():
+    deep = "[" * 9999
+    assert parse_overrides([f"a={deep}", "b=[1]", "c=x"]) == {"a": deep, "b": [1], "c": "x"}
