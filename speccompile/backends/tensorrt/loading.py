@@ -100,7 +100,7 @@ class Plan:
         if settings.get("cuda_graphs", True):
             config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
         if settings.get("runtime_cache", True):
-            kept = _cache_file(blob)
+            kept = _cache_file(blob, str(self.device.properties()["name"]))
             cache = config.create_runtime_cache()
             if kept.exists():
                 cache.deserialize(kept.read_bytes())  # TensorRT refuses one from elsewhere; it is then filled again
@@ -166,8 +166,10 @@ def _check_io(path: Path, spec: GraphSpec, variant: Variant, engine: Any) -> Non
             raise BundleError(f"{path} ({tensor.name})", "a tensor in host memory", "one on the device", todo)
 
 
-def _cache_file(blob: mmap.mmap) -> Path:
-    digest = hashlib.sha256(blob[:_HEAD_BYTES] + len(blob).to_bytes(8, "little")).hexdigest()[:32]
+def _cache_file(blob: mmap.mmap, gpu: str) -> Path:
+    # By GPU, as machines with others may share the folder, and TensorRT takes no kernels of another one.
+    marks = len(blob).to_bytes(8, "little") + gpu.encode()
+    digest = hashlib.sha256(blob[:_HEAD_BYTES] + marks).hexdigest()[:32]
     return find_code_file(f"tensorrt/{digest}.kernels")
 
 

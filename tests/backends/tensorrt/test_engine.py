@@ -275,6 +275,9 @@ def test_kernels_compiled_at_load_are_kept(monkeypatch, tmp_path, target):
         del engine
     assert held == b"kernels"
     assert lab.load(target, runtime_cache=False).plan.engine.config.cache is None
+    properties = lab.device.properties()
+    monkeypatch.setattr(lab.device, "properties", lambda: {**properties, "name": "Other GPU"})
+    assert lab.load(target).plan.engine.config.cache.held == b""  # the others stay
 
 
 def test_weights_stream_where_the_plan_was_built_for_it(lab, target):
