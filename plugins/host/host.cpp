@@ -44,15 +44,6 @@ void host_spec_verify(const SpecVerifyParams* params, unsigned scan_blocks, unsi
                 [=] { spec_verify_resolve(*params); }, &shared_state(), sizeof(Shared));
 }
 
-void host_spec_verify_single(const SpecVerifyParams* params, unsigned long shared_bytes, unsigned seed) {
-    host_launch({unsigned(params->batch)}, RESOLVE_THREADS, shared_bytes, seed, [=] {
-        spec_verify_single(params->logits, params->tokens, params->parents, params->draft_probs, params->uniforms,
-                           params->temperature, params->top_k, params->top_p, params->batch, params->nodes,
-                           params->vocab, params->draft_vocab, static_cast<int>(params->dtype), params->path,
-                           params->num_accepted, params->next_token);
-    }, &shared_state(), sizeof(Shared));
-}
-
 void host_kv_rollback(const KVRollbackParams* params, int vector_bytes, unsigned x, unsigned y, unsigned z, unsigned seed) {
     host_launch({x, y, z}, ROLLBACK_THREADS, 0, seed, [=] {
         if (vector_bytes == 16) kv_rollback_16(*params);

@@ -18,7 +18,6 @@ struct Shared {
             u32 keys[MAX_CANDIDATES];
             u32 indices[MAX_CANDIDATES];
         } list;
-        Cell cells[MAX_CHUNKS];       // of the one-launch form, until they are weighted
         Outcome outcomes[MAX_NODES];  // of a slot, for its walk
     };
     u32 bins_low[256], bins_high[256];

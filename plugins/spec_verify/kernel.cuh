@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SpecVerify: the acceptance rule on a target's logits. See README.md in this folder.
 // Two launches: `scan` reads the logits, `resolve` decides every node by its own block, and the last block of a slot
-// walks the tree. `single` does all in one launch without workspace, one block per slot.
+// walks the tree.
 
 #include "spec_verify/scan.cuh"
 #include "spec_verify/walk.cuh"
@@ -56,11 +56,18 @@ __device__ inline bool open_row(Work& work) {
     return is_whole;
 }
 
+// Whether any node of a slot is a draft, reached or not.
+__device__ inline bool has_drafts(const SpecVerifyParams& params) {
+    for (int node = 1; node < params.nodes; ++node)
+        if (shared_state().parents[node] >= 0) return true;
+    return false;
+}
+
 // The verdict where drafts were drawn from distributions, or would be: then there are none, and the root is raced.
 template <typename Open>
 __device__ inline void verify_drawn(const SpecVerifyParams& params, int slot, Open open) {
     Verdict verdict{params.path + static_cast<i64>(slot) * params.nodes};
-    if (has_child(params, 0)) {
+    if (has_drafts(params)) {
         const Outcome outcome = verify_block(params, slot, open);
         verdict.keep(outcome.child);
         verdict.finish(params, slot, outcome.token);
@@ -146,74 +153,11 @@ __device__ inline void resolve_rows(const SpecVerifyParams& params) {
     walk_outcomes(params, slot);
 }
 
-__device__ __noinline__ void scan_slot(const Work work) {
-    const SpecVerifyParams& params = work.params;
-    const i64 row = static_cast<i64>(work.slot) * params.nodes + work.node;
-    const Scanning scanning(params, work.slot, row);
-    for (int first = threadIdx.x / WARP; first < work.chunks(); first += RESOLVE_WARPS * CHUNKS_IN_FLIGHT)
-        scan_any_row(params, row, first, RESOLVE_WARPS, work.chunks(), scanning, shared_state().cells);
-}
-
-// Grid: one block per slot, which reads only the rows that it reaches. No d2t, no workspace.
-__device__ inline void verify_slot(const SpecVerifyParams& params) {
-    const int slot = blockIdx.x;
-    Shared& shared = shared_state();
-    const Cuts cuts(params, slot);
-    const float temperature = params.temperature[slot];
-    Verdict verdict{params.path + static_cast<i64>(slot) * params.nodes};
-    const auto load = [&](int chunk) { return shared.cells[chunk]; };
-    load_tree(params, slot);
-    const auto open = [&](Work& work) {
-        scan_slot(work);
-        __syncthreads();
-        double own;
-        const float top = weigh(work, load, own);
-        dist_from(work, top, own, cuts);
-        if (!cuts.any())
-            for (int chunk = work.run_start(); chunk < work.run_end(); ++chunk) work.masses()[chunk] /= work.dist.total;
-        __syncthreads();
-        return !cuts.any();
-    };
-    __syncthreads();  // publishes the tree
-    if (has_draft_probs(params) && is_hot(temperature)) {
-        verify_drawn(params, slot, open);
-        return;
-    }
-    for (int node = 0; node >= 0;) {
-        const i64 row = static_cast<i64>(slot) * params.nodes + node;
-        Work work(params, slot, node, temperature);
-        verdict.add(node);
-        scan_slot(work);
-        __syncthreads();
-        const Drawn drawn = draw_at_node(work, load, is_hot(temperature), cuts, params.uniforms + 2 * row);
-        if (drawn.is_mine) {
-            const int child = child_with(params, node, drawn.token);
-            if (threadIdx.x % WARP == 0) shared.outcome = {child, drawn.token};
-        }
-        __syncthreads();
-        const Outcome outcome = shared.outcome;
-        node = outcome.child;
-        if (node < 0) verdict.finish(params, slot, outcome.token);
-        __syncthreads();
-    }
-}
-
 }  // namespace speccompile
 
 extern "C" __global__ void __launch_bounds__(speccompile::RESOLVE_THREADS, 1)
     spec_verify_resolve(const __grid_constant__ speccompile::SpecVerifyParams params) {
     speccompile::resolve_rows(params);
-}
-
-// Arguments one by one, inputs, sizes, outputs: the order in which TensorRT's ahead-of-time Python plugins pass them.
-extern "C" __global__ void __launch_bounds__(speccompile::RESOLVE_THREADS, 1) spec_verify_single(
-    const void* logits, const long long* tokens, const long long* parents, const float* draft_probs,
-    const float* uniforms, const float* temperature, const long long* top_k, const float* top_p, int batch, int nodes,
-    int vocab, int draft_vocab, int dtype, long long* path, long long* num_accepted, long long* next_token) {
-    const speccompile::SpecVerifyParams params = {
-        logits, tokens, parents, draft_probs, uniforms, temperature, top_k, top_p, nullptr, path, num_accepted,
-        next_token, nullptr, batch, nodes, vocab, draft_vocab, static_cast<speccompile::Dtype>(dtype)};
-    speccompile::verify_slot(params);
 }
 
 #define SPECCOMPILE_SCAN(SUFFIX, TYPE)                                                            \

@@ -130,42 +130,6 @@ __device__ inline void scan_row(
     }
 }
 
-// Chunks from `first` on, in float32. Returns how many neighbouring entries a lane holds: see `offset_in_packs`.
-template <typename T>
-__device__ inline int load_chunks(
-    const Row<T>& row, int first, int stride, float (&entries)[CHUNKS_IN_FLIGHT][LANE_ENTRIES]) {
-    typename Row<T>::Raw raw[CHUNKS_IN_FLIGHT];
-    if (row.is_vector) {
-        fetch_chunks<true>(row, first, stride, raw);
-    } else {
-        fetch_chunks<false>(row, first, stride, raw);
-    }
-#pragma unroll
-    for (int k = 0; k < CHUNKS_IN_FLIGHT; ++k) widen(raw[k], entries[k]);
-    return row.is_vector ? Row<T>::VECTOR_ENTRIES : 1;
-}
-
-// `Row::offset_of` for a number of neighbours, a power of two, that is known when the kernel runs.
-__device__ inline int offset_in_packs(int j, int pack) {
-    const int within = j & (pack - 1);
-    return (j - within) * WARP + static_cast<int>(threadIdx.x) % WARP * pack + within;
-}
-
-// A row of any type. The reductions are compiled once: for each type, with and without vectors, ptxas took three times
-// as long.
-__device__ inline void scan_any_row(
-    const SpecVerifyParams& params, i64 row, int first, int stride, int count, const Scanning& scanning, Cell* cells) {
-    float held[CHUNKS_IN_FLIGHT][LANE_ENTRIES];
-    const int pack = params.dtype == Dtype::F16    ? load_chunks(Row<Float16>(params, row), first, stride, held)
-                     : params.dtype == Dtype::BF16 ? load_chunks(Row<BFloat16>(params, row), first, stride, held)
-                                                   : load_chunks(Row<float>(params, row), first, stride, held);
-    const auto entries_of = [&](int k, float (&entries)[LANE_ENTRIES]) {
-#pragma unroll
-        for (int j = 0; j < LANE_ENTRIES; ++j) entries[j] = held[k][j];
-    };
-    reduce_chunks(entries_of, [=](int j) { return offset_in_packs(j, pack); }, first, stride, count, scanning, cells);
-}
-
 // Grid: one warp per CHUNKS_IN_FLIGHT chunks of each row.
 template <typename T>
 __device__ inline void scan(const SpecVerifyParams& params) {

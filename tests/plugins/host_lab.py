@@ -19,7 +19,6 @@ from speccompile.backends.tensorrt.launches import (
     rollback_args,
     rollback_launches,
     rollback_vector_bytes,
-    single_launch,
     verify_launches,
     verify_workspace_bytes,
 )
@@ -119,7 +118,6 @@ def verify(
     case: Mapping[str, np.ndarray],
     *,
     d2t: np.ndarray | None = None,
-    is_single: bool = False,
     seed: int = 0,
 ) -> list[np.ndarray]:
     """SpecVerify by the kernels: path, num_accepted, next_token."""
@@ -144,12 +142,8 @@ def verify(
         dtype=DTYPES.index(dtype),
     )
     args.logits = logits.address
-    if is_single:
-        shared = single_launch(batch, nodes, vocab).shared_bytes
-        library.host_spec_verify_single(ctypes.byref(args), ctypes.c_ulong(shared), seed)
-    else:
-        scan, flush = verify_launches(batch, nodes, vocab, dtype)
-        library.host_spec_verify(ctypes.byref(args), scan.grid[0], ctypes.c_ulong(flush.shared_bytes), seed)
+    scan, flush = verify_launches(batch, nodes, vocab, dtype)
+    library.host_spec_verify(ctypes.byref(args), scan.grid[0], ctypes.c_ulong(flush.shared_bytes), seed)
     for array in (*guarded.values(), work):
         array.check()
     return [out.array.copy() for out in guarded.values()]

@@ -29,9 +29,8 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize("is_single", [False, True], ids=["two launches", "one launch"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_random_cases(dtype, is_single):
+def test_random_cases(dtype):
     kernels, rng = host_lab.kernels(), np.random.default_rng(DTYPES.index(dtype))
     num_accepted = num_at_boundary = 0
     for number in range(96):
@@ -40,7 +39,7 @@ def test_random_cases(dtype, is_single):
         case = in_dtype(verify_case(rng, vocab, is_chain=is_chain, has_probs=has_probs, heat=heat), dtype)
 
         def run(feeds, number=number):  # type: ignore[no-untyped-def]
-            return host_lab.verify(kernels, as_dtype(feeds, dtype), is_single=is_single, seed=number)
+            return host_lab.verify(kernels, as_dtype(feeds, dtype), seed=number)
 
         num_at_boundary += assert_same(run, case)
         num_accepted += int(spec_verify(**case)[1].sum())
@@ -74,9 +73,8 @@ def test_batches(batch, vocab):
 @pytest.mark.parametrize("has_probs", [True, False])
 def test_zero_residual_mass(has_probs):
     case = zero_residual_case(has_probs)
-    for is_single in (False, True):
-        outputs = host_lab.verify(host_lab.kernels(), case, is_single=is_single)
-        assert [o.tolist() for o in outputs] == [[[0, -1, -1]], [0], [2]]
+    outputs = host_lab.verify(host_lab.kernels(), case)
+    assert [o.tolist() for o in outputs] == [[[0, -1, -1]], [0], [2]]
 
 
 def test_no_drafts_and_a_parent_that_prefill_left_at_the_root():
@@ -133,8 +131,7 @@ UNEVEN += [281, 316, 326, 331, 353, 365, 372, 395, 407, 421, 466, 471]
 
 
 @pytest.mark.parametrize("is_refused", [False, True], ids=["own distribution", "residual"])
-@pytest.mark.parametrize("is_single", [False, True], ids=["two launches", "one launch"])
-def test_a_masked_entry_is_not_drawn_where_sums_differ_by_rounding(is_single, is_refused):
+def test_a_masked_entry_is_not_drawn_where_sums_differ_by_rounding(is_refused):
     """26 tokens of equal mass, all others impossible, and a draw exactly in the middle."""
     vocab, tokens, drafted = 128256, 256 * np.array(UNEVEN) + 100, 7
     logits = np.full((1, 2, vocab), -np.inf, np.float32)
@@ -153,13 +150,12 @@ def test_a_masked_entry_is_not_drawn_where_sums_differ_by_rounding(is_single, is
         "top_p": np.ones(1, np.float32),
     }
     with np.errstate(invalid="ignore"):
-        [_], [num_accepted], [token] = host_lab.verify(host_lab.kernels(), case, is_single=is_single)
+        [_], [num_accepted], [token] = host_lab.verify(host_lab.kernels(), case)
     assert num_accepted == 0
     assert token in tokens
 
 
-@pytest.mark.parametrize("is_single", [False, True], ids=["two launches", "one launch"])
-def test_a_residual_of_rounding_alone_gives_a_possible_token(is_single):
+def test_a_residual_of_rounding_alone_gives_a_possible_token():
     """Draft and target probs differ by rounding only, which differs between the pass over the row and the draw."""
     vocab = 600
     for logit, ulps in itertools.product(np.float32([-1.3, -2.7, -5.1, -8.3, -9.9, -10.7]), range(-3, 4)):
@@ -179,7 +175,7 @@ def test_a_residual_of_rounding_alone_gives_a_possible_token(is_single):
             "top_k": np.zeros(1, np.int64),
             "top_p": np.ones(1, np.float32),
         }
-        [_], [num_accepted], [token] = host_lab.verify(host_lab.kernels(), case, is_single=is_single)
+        [_], [num_accepted], [token] = host_lab.verify(host_lab.kernels(), case)
         assert num_accepted == 0
         assert held[token], (logit, ulps)
 
@@ -189,8 +185,7 @@ def test_a_draw_of_one_gives_the_last_possible_token():
     case = wide_case(np.random.default_rng(0), 2049, 1, (-1, 0), spread=1.0, dtype="float32")
     case["logits"][..., 700:], case["tokens"][:, 1] = -np.inf, 800  # the draft is impossible: it is refused
     case["uniforms"][...], case["draft_probs"] = 1.0, np.eye(2049, dtype=np.float32)[[[800, 800]]]
-    for is_single in (False, True):
-        assert host_lab.verify(host_lab.kernels(), case, is_single=is_single)[2].tolist() == [699]
+    assert host_lab.verify(host_lab.kernels(), case)[2].tolist() == [699]
 
 
 @pytest.mark.parametrize("temperature", [1e-39, 2.9e-39, 1e-30, 1e30])
@@ -199,11 +194,10 @@ def test_extreme_temperatures(temperature):
     case["logits"] = -np.abs(case["logits"]) - np.float32(1e-3)
     case["logits"][0, 0, 700] = 0
     case["uniforms"][..., 1] = 0.4
-    for is_single in (False, True):
-        [_], [_], [token] = host_lab.verify(host_lab.kernels(), case, is_single=is_single)
-        with np.errstate(over="ignore", invalid="ignore"):
-            assert token == spec_verify(**case)[2][0]
-        assert (token == 700) == (temperature < 1)
+    [_], [_], [token] = host_lab.verify(host_lab.kernels(), case)
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert token == spec_verify(**case)[2][0]
+    assert (token == 700) == (temperature < 1)
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
@@ -211,10 +205,9 @@ def test_extreme_temperatures(temperature):
 def test_rows_of_nan_give_some_token(warp, value):
     case = wide_case(np.random.default_rng(0), 1025, 2, TREE, spread=1.0, dtype="float32", **warp)
     case["logits"][0, :, 3::7], case["logits"][1] = value, value
-    for is_single in (False, True):
-        path, num_accepted, token = host_lab.verify(host_lab.kernels(), case, is_single=is_single)
-        assert ((token >= 0) & (token < 1025)).all()
-        assert (path[:, 0] == 0).all() and ((num_accepted >= 0) & (num_accepted < 7)).all()
+    path, num_accepted, token = host_lab.verify(host_lab.kernels(), case)
+    assert ((token >= 0) & (token < 1025)).all()
+    assert (path[:, 0] == 0).all() and ((num_accepted >= 0) & (num_accepted < 7)).all()
 
 
 @given(data=st.data())
@@ -239,8 +232,7 @@ def test_small_cases_with_many_ties(data):
         weights = np.array(data.draw(st.lists(st.integers(0, 5), min_size=nodes * vocab, max_size=nodes * vocab)))
         dists = (weights + 1e-3).reshape(1, nodes, vocab)
         case["draft_probs"] = (dists / dists.sum(-1, keepdims=True)).astype(np.float32)
-    for is_single in (False, True):
-        assert_same(lambda feeds, s=is_single: host_lab.verify(host_lab.kernels(), feeds, is_single=s), case)
+    assert_same(lambda feeds: host_lab.verify(host_lab.kernels(), feeds), case)
 
 
 def test_the_result_does_not_depend_on_the_order_of_threads_and_blocks():

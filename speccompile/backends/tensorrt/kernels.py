@@ -73,7 +73,7 @@ def find_nvcc() -> Path | None:
     return next((candidate for candidate in candidates if os.access(candidate, os.X_OK)), None)
 
 
-def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin", wrapper: str = "") -> bytes:
+def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin") -> bytes:
     """Returns the kernels of an op, from the cache or compiled now (up to half a minute for SpecVerify).
 
     Args:
@@ -81,12 +81,12 @@ def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin", w
     """
     nvcc, compiler = _find_compiler()
     arch = f"{'sm' if kind == 'cubin' else 'compute'}_{capability[0]}{capability[1]}"
-    identity = "\n".join((sources_digest(), compiler, arch, *_OPTIONS, wrapper))
+    identity = "\n".join((sources_digest(), compiler, arch, *_OPTIONS))
     name = f"{op}-{arch}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.{kind}"
     cached = find_code_file(f"{_KIND}/{name}")
     if cached.exists():
         return cached.read_bytes()
-    source = f'#include "{SOURCES[op]}"\n{wrapper}'
+    source = f'#include "{SOURCES[op]}"\n'
     code = _run_nvcc(nvcc, op, arch, kind, source) if nvcc else _run_nvrtc(op, arch, kind, source)
     try:
         write_file(cached, code)

@@ -95,13 +95,6 @@ def verify_launches(batch: int, nodes: int, vocab: int, dtype: str) -> tuple[Lau
     )
 
 
-def single_launch(batch: int, nodes: int, vocab: int) -> Launch:
-    """Returns SpecVerify as one launch without workspace, for plugins of one kernel; arguments and errors as above."""
-    _check("SpecVerify", "nodes", nodes, MAX_NODES)
-    _check("SpecVerify", "vocab", vocab, MAX_VOCAB)
-    return Launch("spec_verify_single", (batch, 1, 1), RESOLVE_THREADS, _final_shared_bytes(vocab))
-
-
 def rollback_vector_bytes(head_dim: int, dtype: str, pointers: Sequence[int]) -> int:
     """Returns the widest unit, 16, 4 or 2 bytes, that divides a cache row and every cache's address."""
     step = math.gcd(head_dim * _DTYPE_BYTES[dtype], *pointers)
