@@ -65,8 +65,8 @@ def tokens_from_file(
             ids = tokenizer.encode(text).ids
         elif chat is not None and text and not isinstance(text[0], int):
             ids = chat(tokenizer, text, where)
-        if any(not 0 <= token < vocab_size for token in ids):
-            raise RecipeError(f"{key}: {where}", f"token {max(ids)}", f"ids below {vocab_size}", _TODO)
+        if wrong := [token for token in ids if not 0 <= token < vocab_size]:
+            raise RecipeError(f"{key}: {where}", f"token {wrong[0]}", f"ids below {vocab_size}", _TODO)
         texts.append(tuple(ids[:left]))
         left -= len(texts[-1])
         if left == 0:
@@ -98,7 +98,7 @@ def _text_of_line(key: str, where: str, line: str, more: tuple[str, ...]) -> str
     if isinstance(data, dict):
         found = next((data[name] for name in (*more, *_FIELDS) if name in data), None)
         if more and MESSAGES in data:
-            if isinstance(found, list) and found:
+            if isinstance(found, list) and found and not isinstance(found[0], int):
                 return found
             found = None
     is_ids = isinstance(found, list) and all(type(token) is int for token in found)

@@ -59,6 +59,7 @@ def test_no_more_than_the_first_tokens_are_read(folder):
         ("a.jsonl", b'\n{"words": "w1"}\n', "a.jsonl:2", "`text` or `prompt`"),
         ("a.jsonl", b'{"messages": []}\n', "a.jsonl:1", "`messages`"),
         ("a.jsonl", b'{"messages": "w1"}\n', "a.jsonl:1", "`messages`"),
+        ("a.jsonl", b'{"messages": [1, "w1"]}\n', "a.jsonl:1", "`messages`"),
         ("a.jsonl", b'{"prompt": [1, "w2"]}\n', "a.jsonl:1", "text or token ids"),
         ("a.jsonl", b'{"prompt": [1, 99]}\n', "a.jsonl:1", f"ids below {VOCAB}"),
         ("a.jsonl", b"", "a.jsonl", f"at least {MIN_TOKENS}"),
@@ -71,6 +72,12 @@ def test_a_wrong_file_is_refused_with_its_line(folder, name, content, where, exp
     error = caught.value
     assert error.where == f"target.calibration: {folder / where}" and expected in error.expected
     assert error.got and error.todo
+
+
+def test_the_token_that_is_wrong_is_named(folder):
+    (folder / "a.jsonl").write_text('{"prompt": [1, -5, 3]}\n')
+    with pytest.raises(RecipeError, match="got token -5;"):
+        read_texts(folder / "a.jsonl", folder, VOCAB)
 
 
 @dataclasses.dataclass(frozen=True)
