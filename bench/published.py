@@ -98,8 +98,8 @@ def result_of(row: dict[str, Any], models: dict[str, dict[str, int]]) -> Result:
         lengths = known.lengths(row["runs"])
     machine, found = machine_of(row), []
     for end in (machine.at(0), machine.at(1)):
-        plain_s = target.step_s(end, 1, batch, CONTEXT) + LOOP_S
-        step_s = target.step_s(end, row["nodes"], batch, CONTEXT) + LOOP_S
+        plain_s = target.step_s(end, 1, batch, CONTEXT) + LOOP_S * end.host
+        step_s = target.step_s(end, row["nodes"], batch, CONTEXT) + LOOP_S * end.host
         if draft is not None:
             step_s += row["runs"] * draft.step_s(end, row["run_nodes"], batch, CONTEXT)
         found += [length * plain_s / step_s for length in lengths]

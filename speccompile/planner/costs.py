@@ -15,7 +15,8 @@ A step of n nodes in b sequences with c cache rows each has r = b n rows of acti
 
 All that a step reads decides from what level of memory it comes.
 Prompts are steps of `PREFILL_CHUNK` nodes. A draft of K tokens takes ceil(K / d) runs of a graph that gives d tokens a
-run. Outside of the engines a step takes `LOOP_S`, with drafts `DRAFTING_S` more, and `RUN_S` a run of a draft.
+run. Outside of the engines a step takes `LOOP_S`, with drafts `DRAFTING_S` more, and `RUN_S` a run of a draft, times
+`Machine.host`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from speccompile.recipe.predict import count_weights, own_cache_bytes, predict_c
 
 OPS_PER_LAYER, OPS_BESIDE = 6, 12  # of ours, and those of the runtime beside all layers
 RUNTIME_OPS = {"states": 32, "experts": 15}  # of ONNX Runtime's, in a layer with these
-LOOP_S, DRAFTING_S, RUN_S = 0.15e-3, 0.35e-3, 0.15e-3  # docs/lab/2026-11-28-planner.md
+LOOP_S, DRAFTING_S, RUN_S = 0.02e-3, 0.1e-3, 0.035e-3  # docs/lab/2026-11-30-planner.md
 _PRECISIONS = {"none": "float32", "bf16": "bf16", "fp8": "int8", "int8": "int8", "int4": "int4"}
 _PRECISIONS |= {STORED: "int4"}  # most have about 4 bits
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts")

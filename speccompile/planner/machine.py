@@ -52,6 +52,7 @@ class Machine:
     measured: Mapping[str, Sequence[tuple[float, Sequence[tuple[int, float]]]]] = field(default_factory=dict)
     efficiency: tuple[float, float] = (1.0, 1.0)  # of bandwidth and of products
     probe_s: float | None = None  # of the probe at the speed that was measured
+    host: float = 2.0  # times what Python takes where `costs.LOOP_S` was measured; assumed of a published machine
 
     def precision(self, wanted: str) -> str:
         """Returns the precision in which weights of `wanted` are multiplied: the next wider one that is known."""

@@ -83,10 +83,12 @@ def speeds(
 
     def on(machine: Machine) -> tuple[Ends, Ends]:
         target = graphs[TARGET]
-        plain_s = target.step_s(machine, 1, batch, context) + LOOP_S
-        step_s = target.step_s(machine, num_drafts + 1, batch, context) + LOOP_S + DRAFTING_S * (num_drafts > 0)
+        plain_s = target.step_s(machine, 1, batch, context) + LOOP_S * machine.host
+        step_s = target.step_s(machine, num_drafts + 1, batch, context)
+        step_s += machine.host * (LOOP_S + DRAFTING_S * (num_drafts > 0))
         for graph in (found for name, found in graphs.items() if name != TARGET):
-            step_s += graph.drafts_s(machine, num_drafts, batch, context) + RUN_S * graph.num_runs(num_drafts)
+            step_s += graph.drafts_s(machine, num_drafts, batch, context)
+            step_s += machine.host * RUN_S * graph.num_runs(num_drafts)
         low, high = ((batch * length / step_s, length * plain_s / step_s) for length in lengths)
         return low, high
 

@@ -189,10 +189,10 @@ def test_the_best_chain_and_the_batches_to_which_it_pays():
 
     def speed(k, rate=0.8):
         engines_s = GRAPH.step_s(MACHINE, k + 1) + DRAFT.drafts_s(MACHINE, k, 1, 0)
-        return expected_length((rate,), k) / (engines_s + LOOP_S + DRAFTING_S + k * RUN_S)
+        return expected_length((rate,), k) / (engines_s + MACHINE.host * (LOOP_S + DRAFTING_S + k * RUN_S))
 
     stated = Acceptance((0.8,), (0.8,), "stated")
-    plain_s = GRAPH.step_s(MACHINE, 1) + LOOP_S
+    plain_s = GRAPH.step_s(MACHINE, 1) + MACHINE.host * LOOP_S
     ((found, of_plain), _), _ = speeds(GRAPHS, (MACHINE, MACHINE), stated, 3, 1, 0)
     assert found == pytest.approx(speed(3)) and of_plain == pytest.approx(speed(3) * plain_s)
     assert speeds(GRAPHS, (MACHINE, MACHINE), stated, 0, 1, 0)[0][0] == pytest.approx((1 / plain_s, 1.0))
