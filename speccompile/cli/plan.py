@@ -169,7 +169,7 @@ def _read_traffic(text: str | None, temperature: float | None, given: list[str])
         parts = one.split("=")
         splits = [("=".join(parts[:n]), "=".join(parts[n:])) for n in range(len(parts))]
         name, rates = next((split for split in splits if os.path.isfile(split[1])), splits[-1])
-        found[name] = read_acceptance(rates, text)
+        found[name] = read_acceptance(rates, text, name)
     return read_traffic(text, temperature, found)
 
 

@@ -55,18 +55,18 @@ def assumed() -> Acceptance:
     return Acceptance((low,), (high,), f"assumed: {low:.0%} to {high:.0%}")
 
 
-def read_acceptance(text: str, kind: str | None = None) -> Acceptance:
+def read_acceptance(text: str, kind: str | None = None, name: str = "") -> Acceptance:
     """Returns what an option says.
 
     Args:
         text: rates from 0 to 1 by position, comma-separated; or a file of `generate`, `bench` or `replay --json`.
-        kind: of text; of `bench` that category alone; None: all.
+        kind, name: of `bench` that category alone, None: all; and the method of `--also`, "": the bundle's own.
 
     Raises:
         RecipeError: neither.
     """
     if os.path.isfile(text):
-        return _from_results(Path(text), kind)
+        return _from_results(Path(text), kind, name)
     try:
         rates = [float(part) for part in text.split(",")]
     except ValueError:
@@ -82,10 +82,10 @@ def _around(rates: Sequence[float], source: str) -> Acceptance:
     return Acceptance(low, high, source)
 
 
-def _from_results(path: Path, kind: str | None) -> Acceptance:
+def _from_results(path: Path, kind: str | None, name: str) -> Acceptance:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        rows = document if isinstance(document, list) else document.get("results") or _texts(document, kind)
+        rows = document if isinstance(document, list) else document.get("results") or _texts(document, kind, name)
         counted = [_counts(row["stats"]) for row in rows]
     except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as fault:
         expected = "results of generate, bench or replay --json, with acceptance_by_position"
@@ -105,11 +105,11 @@ def _at_least(histogram: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(reversed(histogram)))[-2::-1]
 
 
-def _texts(report: Mapping[str, Any], kind: str | None) -> list[Mapping[str, Any]]:
+def _texts(report: Mapping[str, Any], kind: str | None, name: str) -> list[Mapping[str, Any]]:
     modes: Mapping[str, Any] = report.get("by_category", {}).get(kind, report)["modes"]
-    found: list[Mapping[str, Any]] = next(
-        row["acceptance"] for name, row in modes.items() if name.endswith("speculative")
-    )
+    named = (f"{name} speculative", *modes)
+    chosen = next(mode for mode in named if mode in modes and mode.endswith("speculative"))
+    found: list[Mapping[str, Any]] = modes[chosen]["acceptance"]
     return found
 
 

@@ -70,6 +70,10 @@ def test_rates_are_counted_in_results_of_three_commands(tmp_path):
     code, other = (read_acceptance(str(file), kind) for kind in ("code", "chat"))
     assert code.low[0] < 0.4 < code.high[0] and len(code.low) == 1 and other.low == counted.low
     assert code.high[0] - code.low[0] == pytest.approx(2 * 1.96 * (0.4 * 0.6 / 100) ** 0.5)  # of a single text
+    modes["modes"]["ngram speculative"] = {"acceptance": texts[1:]}  # of `bench --also`
+    file.write_text(json.dumps(modes))
+    assert read_acceptance(str(file), None, "ngram").low == code.low
+    assert read_acceptance(str(file), None, "eagle3").low == read_acceptance(str(file)).low == counted.low
     for wrong in ('{"no": 1}', "[1]", "3", '{"modes": {"plain": {}}}'):
         file.write_text(wrong)
         with pytest.raises(RecipeError, match="acceptance_by_position"):
