@@ -18,7 +18,8 @@ from speccompile.planner.costs import Graphs, graphs_of_plan
 from speccompile.planner.machine import Machine
 from speccompile.planner.outlook import Row, rows_of
 from speccompile.planner.traffic import Traffic
-from speccompile.prepare import plan_from_source
+from speccompile.prepare import is_recipe, plan_from_source
+from speccompile.recipe import load_recipe
 from speccompile.recipe.model_recipe import ModelOptions
 from speccompile.recipe.plan import AUTO
 from speccompile.recipe.speculative_config import METHOD
@@ -84,6 +85,10 @@ def forecast(
 def forms(source: str, model: ModelOptions) -> list[str]:
     """Returns the quantisations to compare: the user's, that of quantised weights, or all that the backend has."""
     given = [setting.partition("=")[2] for setting in model.settings if setting.startswith(f"{_QUANTIZATION}=")]
+    if is_recipe(source):
+        target = load_recipe(source, model.settings).target
+        is_chosen = "quantization" in target.model_fields_set and target.quantization != AUTO
+        given += [target.quantization] * is_chosen
     if given:
         return given[-1:]
     plan = plan_from_source(source, Candidate(PLAIN, {"method": PLAIN}).options(model))

@@ -192,6 +192,20 @@ def test_a_form_of_two_names_has_one_row(run, models, monkeypatch):
     assert json.loads(twice)["rows"] == json.loads(alone)["rows"] != []
 
 
+def test_a_recipe_has_the_form_that_it_names(run, recipe):
+    flags = ("--machine", "EPYC-9654", "--acceptance", "0.8", "--batches", "1", "--json")
+
+    def forms():
+        return {row["precision"] for row in json.loads(run("plan", recipe, *flags)[1])["rows"]}
+
+    assert len(forms()) > 1
+    section = yaml.safe_load(recipe.read_text())
+    for form, wanted in (("int8", {"int8"}), ("none", {"float32"})):
+        section["target"]["quantization"] = form
+        recipe.write_text(yaml.safe_dump(section))
+        assert forms() == wanted
+
+
 def test_a_page_and_published_acceptance(run, models):
     flags = (
         "--methods",
