@@ -52,6 +52,8 @@ class PendingFeatures:
         state: DraftState = sequence.draft_state
         if not len(nodes):
             return
+        if state.num_states + len(nodes) > MAX_STATES:  # a graph of TensorRT takes no more at once
+            self._make_features(state)
         state.states.append(tuple(np.asarray(outputs[name])[slot, nodes] for name in self._names))
         state.num_states += len(nodes)
         if state.num_states >= MAX_STATES:

@@ -123,3 +123,21 @@ def test_features_of_a_long_plain_decoding_are_made_many_at_once():
     assert sizes == [MAX_STATES, MAX_STATES]
     assert pending.count(sequence) == len(wanted)
     assert np.array_equal(rows_of(pending.take([sequence], len(wanted)), 0, len(wanted)), wanted)
+
+
+def test_no_more_features_are_made_at_once_than_a_prompt_has_in_a_chunk():
+    """Steps whose drafts a grammar forces leave several states each, and TensorRT's graph has a largest size."""
+    target, (sequence,), sizes = Target(), make_sequences(1), []
+
+    def count_and_make(outputs):
+        sizes.append(outputs["hidden"].shape[1])
+        return make(outputs)
+
+    pending, wanted = PendingFeatures(WIDTH, count_and_make, ["hidden"]), []
+    for _ in range(MAX_STATES):
+        outputs = target.step(1, 4)
+        keep(pending, [sequence], outputs, [[0, 1, 2]])
+        pending.flush()
+        wanted.append(2 * outputs["hidden"][0, :3])
+    assert np.array_equal(pending.take_rows(sequence, 3 * MAX_STATES), np.concatenate(wanted))
+    assert max(sizes) <= MAX_STATES
