@@ -24,6 +24,7 @@ from speccompile.errors import BundleError, RuntimeFault
 
 _log = logging.getLogger(__name__)
 _HEAD_BYTES = 1 << 20
+_WORK_BYTES = 1 << 30  # for scratch memory, contexts and the buffers of steps; an estimate
 _MEMORY_WORDS = ("out of memory", "outofmemory", "memoryallocation")  # of TensorRT's and CUDA's messages
 
 
@@ -81,9 +82,10 @@ class Plan:
             expected = f"one of {variant.name} {variant.version} for this GPU"
             raise BundleError(str(path), got, expected, "Build the bundle again with the TensorRT installed here.")
         _check_io(path, spec, variant, self.engine)
-        if self.engine.streamable_weights_size > 0:  # 0 where the plan was built without the flag
+        streamable = int(self.engine.streamable_weights_size)  # 0 where the plan was built without the flag
+        taken = cache_bytes + int(settings.get("others_bytes", 0))
+        if streamable > 0 and streamable + taken + _WORK_BYTES > device.memory_bytes()[0]:
             # TensorRT streams nothing by default. The budget also determines the scratch memory.
-            taken = cache_bytes + int(settings.get("others_bytes", 0))
             budget = self.engine.get_weight_streaming_automatic_budget() - taken
             self.engine.weight_streaming_budget_v2 = max(budget, 0)
         self.profiles = tuple(_read_profile(self.engine, spec, i) for i in range(self.engine.num_optimization_profiles))

@@ -295,6 +295,9 @@ def test_weights_stream_where_the_plan_was_built_for_it(lab, target):
     engine.run(feed(TOKENS[:3], 0))
     engine = load_engine(LoadJob(plan, spec, max_slots=2, max_rows=64))
     assert engine.plan.engine.weight_streaming_budget_v2 == 0
+    lab.cuda.capacity_bytes = 4 << 30  # all has room: streaming would only take time
+    engine = load_engine(LoadJob(plan, spec, max_slots=2, max_rows=64))
+    assert engine.plan.engine.weight_streaming_budget_v2 == engine.plan.engine.streamable_weights_size
 
 
 def test_too_many_rows_or_slots_are_refused(lab, target):
