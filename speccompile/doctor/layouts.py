@@ -249,11 +249,11 @@ class Case:
         where, todo = self.where_in_config(*keys), "Complete config.json."
         raise CheckpointError(where, shown(stated), "a positive integer", todo)
 
-    def check_type(self, model_type: str) -> None:
+    def check_type(self, *known: str) -> None:
         """Refuses a config of another kind. Raises CheckpointError: its `model_type` is another one."""
-        if (kind := self.config.get("model_type")) != model_type:
+        if (kind := self.config.get("model_type")) not in known:
             todo = "Give the speculator's own checkpoint, not the target's."
-            raise CheckpointError(self.where_in_config("model_type"), repr(kind), repr(model_type), todo)
+            raise CheckpointError(self.where_in_config("model_type"), repr(kind), " or ".join(map(repr, known)), todo)
 
     def own_keys(self) -> list[str]:
         """Returns the keys of the speculator: neither those of another model in the same files nor ignored ones."""

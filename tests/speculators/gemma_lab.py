@@ -25,39 +25,40 @@ _TEXT: dict[str, Any] = {
 KINDS = ["sliding_attention", "full_attention"]
 
 
-def make_target(folder: Path) -> Any:
+def make_target(folder: Path, family: str = "gemma4") -> Any:
     """Saves a target whose last two layers read K and V of the two before; returns it."""
     shared = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
     layers = {"num_hidden_layers": 4, "layer_types": KINDS * 2, "hidden_size": HIDDEN}
-    return make_checkpoint({"model_type": "gemma4_text", **_TEXT, **layers, **shared}, folder)
+    own = shared if family == "gemma4" else {"num_kv_shared_layers": 2}
+    return make_checkpoint({"model_type": f"{family}_text", **_TEXT, **layers, **own}, folder)
 
 
-def allow_all_shared() -> None:
+def allow_all_shared(kind: Any) -> None:
     """Lets transformers 5.23 build a text model of which no layer has K and V, as assistants are: it refuses that."""
-    from transformers import Gemma4TextConfig
-
-    own = Gemma4TextConfig.kv_sharing_modes.fget
+    own = kind.kv_sharing_modes.fget
 
     def modes(config: Any) -> list[str | None]:
         is_all = config.num_kv_shared_layers == config.num_hidden_layers
         return ["reuse"] * config.num_hidden_layers if is_all else own(config)
 
-    Gemma4TextConfig.kv_sharing_modes = property(modes)
+    kind.kv_sharing_modes = property(modes)
 
 
-def make_assistant(folder: Path, is_ordered: bool = False) -> Any:
+def make_assistant(folder: Path, is_ordered: bool = False, family: str = "gemma4") -> Any:
     """Saves an assistant that mostly repeats the last token, as its random target does; returns it."""
     import torch
-    from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-    allow_all_shared()
+    kind, whole = CONFIG_MAPPING[f"{family}_text"], CONFIG_MAPPING[f"{family}_assistant"]
+    allow_all_shared(kind)
     own = {"num_hidden_layers": 2, "layer_types": KINDS, "hidden_size": HIDDEN, "num_kv_shared_layers": 2}
-    text = Gemma4TextConfig(**_TEXT, **own, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
+    none = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0} if family == "gemma4" else {}
+    text = kind(**_TEXT, **own, **none)
     centroids = {"use_ordered_embeddings": is_ordered, "num_centroids": 12, "centroid_intermediate_top_k": 3}
-    config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=HIDDEN, **centroids)
+    config = whole(text_config=text, backbone_hidden_size=HIDDEN, **centroids)
     config._attn_implementation = "eager"
     torch.manual_seed(1)
-    model = Gemma4AssistantForCausalLM(config).to(torch.float32)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[whole](config).to(torch.float32)
     randomize(model)
     with torch.no_grad():
         for layer in model.model.layers:

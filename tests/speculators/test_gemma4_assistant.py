@@ -102,6 +102,16 @@ def test_logits_are_transformers(pair, is_ordered, length, tmp_path):
     assert difference(dists, logits, 1) < MAX_RELATIVE_DIFFERENCE
 
 
+def test_logits_of_a_unified_model_are_transformers(tmp_path):
+    target = make_target(tmp_path / "target", "gemma4_unified")
+    assistant = make_assistant(tmp_path / "assistant", family="gemma4_unified")
+    tokens = np.random.default_rng(15).integers(3, VOCAB, 15).tolist()
+    _, logits = own_drafts(target, assistant, tokens, 1)
+    made = source(tmp_path)
+    made.check()
+    assert difference(eager(made, target, tokens, 1)[2:], logits, 1) < MAX_RELATIVE_DIFFERENCE
+
+
 def test_mistakes_are_noticed(pair, monkeypatch):
     from speccompile.speculators.gemma4_assistant import model as own
 

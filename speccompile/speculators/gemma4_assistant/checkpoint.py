@@ -29,7 +29,7 @@ from speccompile.graph_kinds.heads import DraftForm
 if TYPE_CHECKING:
     import torch
 
-MODEL_TYPE = "gemma4_assistant"
+MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 NUM_DRAFTS = 4  # of a chain whose length the recipe leaves open
 _LAYER, _OVER = "model.layers.{layer}", (("layer", "num_layers", 0),)
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -98,7 +98,7 @@ FORMATS = (
         _rows(),
         (*COMMON, Check("gemma4_assistant.heads", _check_heads)),
         marks=(r"^(pre|post)_projection\.weight$",),
-        config_marks=(("model_type", MODEL_TYPE),),
+        config_marks=tuple(("model_type", kind) for kind in MODEL_TYPES),
         derive=_derive,
         config=unchanged,
         reads=("text_config",),  # transformers reads it
@@ -150,12 +150,12 @@ def head_dims(where: str, text: Mapping[str, Any], num_layers: int) -> tuple[int
 
 def sizes_of(case: Case) -> AssistantSizes:
     """Returns the sizes of a checkpoint."""
-    case.check_type(MODEL_TYPE)
+    case.check_type(*MODEL_TYPES)
     text, num_layers = case.config.get("text_config") or {}, case.size("num_layers")
     heads = stated_size(case.folder, text, "num_attention_heads")
     widths = head_dims(str(case.folder / "config.json"), text, num_layers)
     return AssistantSizes(
-        model_type=MODEL_TYPE,
+        model_type=str(case.config["model_type"]),
         vocab_size=case.size("vocab"),
         hidden_size=case.size("target_hidden"),
         inner_size=case.size("hidden"),

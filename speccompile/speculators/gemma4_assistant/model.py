@@ -145,7 +145,7 @@ class AssistantExpander(nn.Module):
         positions = held.limits[:, None].expand(-1, tokens.shape[1])
         angles = {kind: base.rotary_emb(x, positions, kind) for kind in sorted(set(self.kinds))}
         for kind, layer in zip(self.kinds, base.layers, strict=True):
-            x = layer(x, None, shared_kv_states=held.caches, position_embeddings=angles[kind], attention_mask=None)
+            x = layer(x, shared_kv_states=held.caches, position_embeddings=angles[kind], attention_mask=None)
         x = base.norm(x)
         return self.assistant.post_projection(x), self.assistant.logits(x)
 
@@ -200,7 +200,7 @@ def make_assistant(where: str, config: Mapping[str, Any], weights: Mapping[str, 
     """Returns the assistant in float32, whose layers read caches; `weights` by name, None: the same random ones."""
     register()
     with torch.device("meta"):
-        text = _text_model(config["text_config"])
+        text = _text_model(str(config["model_type"]).replace("assistant", "text"), config["text_config"])
         assistant = Assistant(text, config)
     text.rotary_emb = type(text.rotary_emb)(text.config)  # its frequencies are in no file
     state = _random(assistant) if weights is None else _fitted(where, assistant, weights)
@@ -210,19 +210,20 @@ def make_assistant(where: str, config: Mapping[str, Any], weights: Mapping[str, 
     return assistant.eval()
 
 
-def _text_model(fields: Mapping[str, Any]) -> Any:
-    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextConfig, Gemma4TextModel
+def _text_model(kind: str, fields: Mapping[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING, MODEL_MAPPING
 
-    class AssistantTextConfig(Gemma4TextConfig):
-        @property
-        def kv_sharing_modes(self) -> list[str | None]:
-            return ["reuse"] * int(self.num_hidden_layers)
-
+    base = CONFIG_MAPPING[kind]
+    own = type("AssistantTextConfig", (base,), {"kv_sharing_modes": property(_all_shared)})
     left_out = ("model_type", "dtype", "torch_dtype", "architectures", "transformers_version")
     with config_errors("config.json (text_config)", fields):
-        config = AssistantTextConfig(**{k: value for k, value in plain_values(fields).items() if k not in left_out})
+        config = own(**{k: value for k, value in plain_values(fields).items() if k not in left_out})
     config._attn_implementation = IMPLEMENTATION
-    return Gemma4TextModel(config)
+    return MODEL_MAPPING[base](config)
+
+
+def _all_shared(config: Any) -> list[str | None]:
+    return ["reuse"] * int(config.num_hidden_layers)
 
 
 def _random(assistant: nn.Module) -> dict[str, torch.Tensor]:
