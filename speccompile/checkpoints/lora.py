@@ -186,8 +186,10 @@ class LoraAdapter:
                 raise CheckpointError(where, f"no {name}", "both factors, A and B", _AGAIN)
             shapes.append(self._files.headers[keys[name]].shape)
         config, (a, b) = self.config, shapes
-        rank = whole_number(_by_pattern(self.folder, config, "rank_pattern", module, config["r"]), 1, _MAX_RANK)
-        alpha = _by_pattern(self.folder, config, "alpha_pattern", module, config["lora_alpha"])
+        # Patterns may have the module's full name: PEFT's is that of the file, of a multimodal model another one.
+        named = (module, keys[names[0]].removeprefix(_PREFIX).rpartition(f".{names[0]}")[0])
+        rank = whole_number(_by_pattern(self.folder, config, "rank_pattern", named, config["r"]), 1, _MAX_RANK)
+        alpha = _by_pattern(self.folder, config, "alpha_pattern", named, config["lora_alpha"])
         if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank:
             got, expected = f"A {list(a)} and B {list(b)}", f"A [{rank}, in] and B [out, {rank}], as r is {rank}"
             raise CheckpointError(where, got, expected, "Use the config that was saved with the adapter.")
@@ -258,14 +260,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _by_pattern(folder: Path, config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
+def _by_pattern(folder: Path, config: Mapping[str, Any], key: str, named: Sequence[str], default: Any) -> Any:
     patterns = config.get(key) or {}
     where = f"{folder / CONFIG} ({key})"
     if not isinstance(patterns, dict):
         raise CheckpointError(where, shown(patterns), "an object: value by pattern", _AGAIN)
     for pattern, value in patterns.items():
         try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
+            if any(re.match(rf"(.*\.)?({pattern})$", module) for module in named):
                 return value
         except re.error as fault:
             raise CheckpointError(where, f"{shown(pattern)}: {fault}", "regular expressions", _AGAIN) from fault

@@ -53,6 +53,14 @@ def test_factors_are_added(config, scale, dtype, tmp_path):
     assert torch.equal(untouched, model.model.layers[0].self_attn.k_proj.weight)
 
 
+def test_patterns_may_name_modules_of_a_multimodal_model_in_full(tmp_path):
+    module, other = (f"model.language_model.layers.{i}.self_attn.q_proj" for i in range(2))
+    tensors = factors({module: (8, 16), other: (8, 16)})
+    adapter = LoraAdapter(write_adapter(tmp_path, tensors, alpha_pattern={module: 2}))
+    scales = {name: change.scale for name, change in adapter.changes.items()}
+    assert scales == {"model.layers.0.self_attn.q_proj": 1.0, "model.layers.1.self_attn.q_proj": 4.0}
+
+
 def test_patterns_give_ranks_and_alphas(tmp_path):
     model, shapes = small_model(), linear_shapes(small_model())
     tensors = factors(shapes) | factors({Q: shapes[Q]}, rank=3)
