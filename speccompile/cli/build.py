@@ -130,7 +130,7 @@ def _warn_without_device(plan: BuildPlan) -> None:
 
 
 def _reason(why: str) -> str:
-    return why.partition(":")[0]
+    return why.rpartition(":")[0] or why
 
 
 def _build(plan: BuildPlan, dest: Path, no_cache: bool, dump: Path | None) -> Bundle:

@@ -57,6 +57,10 @@ def test_a_build_for_a_device_that_is_not_here_says_so_first_and_last(run, recip
     stages = json.loads(Path("made/manifest.json").read_text())["stages"]
     assert [s["name"] for s in stages if s.get("skipped") == WHY] == ["tune target", "tune draft", "check graphs"]
     assert "warning: no CUDA device" in run("build", recipe, "--dry-run")[2]
+    why = "cudaErrorInsufficientDriver: the driver is too old: built, not run"
+    monkeypatch.setattr(fakes.FakeBackend, "why_unchecked", lambda self, file=None: why)
+    said = "warning: cudaErrorInsufficientDriver: the driver is too old: nothing is tuned"
+    assert said in run("build", recipe, "--dry-run")[2]
 
 
 def test_a_build_that_runs_here_warns_of_nothing(run, recipe):
