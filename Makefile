@@ -20,7 +20,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workstea
 # The C++ plugin library: TensorRT's headers (in no wheel), GPUs by compute capability, where it goes.
 TENSORRT_INCLUDE_DIR ?= $(dir $(firstword $(wildcard \
   $(addsuffix /NvInfer.h,/usr/include /usr/include/x86_64-linux-gnu /usr/include/aarch64-linux-gnu /usr/local/tensorrt/include))))
-PLUGIN_ARCHS   ?= 75 80 86 89 90 100 120
+PLUGIN_ARCHS   ?= 75 80 86 89 90 100 110 120
 PLUGIN_LIBRARY ?= build/libspeccompile_plugins.so
 NVCC           ?= nvcc
 PLUGIN_SOURCES := plugins/spec_verify/plugin.cpp plugins/kv_rollback/plugin.cpp plugins/library.cpp
