@@ -32,6 +32,7 @@ class Acceptance:
     high: tuple[float, ...]
     source: str
     of_lookups: Acceptance | None = None  # a draft that was not made counts as refused, as lookups have none to make
+    drafted: float = 1.0  # share of the steps that have drafts; the others cost what plain ones do
 
     def lengths(self, num: int) -> tuple[float, float]:
         """Returns the expected tokens of a step with a chain of `num` drafts, from and to."""
@@ -97,7 +98,10 @@ def _from_results(path: Path, kind: str | None, name: str) -> Acceptance:
     steps = [
         [num, *_at_least(row["stats"]["acceptance_histogram"])] for (num, _), row in zip(counted, rows, strict=True)
     ]
-    return replace(found, of_lookups=from_counts([list(itertools.pairwise(text)) for text in steps], source))
+    of_lookups = from_counts([list(itertools.pairwise(text)) for text in steps], source)
+    tried = sum(sum(row["stats"]["acceptance_histogram"]) for row in rows)
+    drafted = tried / max(sum(num for num, _ in counted), 1)
+    return replace(found, of_lookups=of_lookups and replace(of_lookups, drafted=drafted))
 
 
 def _at_least(histogram: Sequence[int]) -> list[int]:

@@ -86,6 +86,7 @@ def speeds(
         plain_s = target.step_s(machine, 1, batch, context) + LOOP_S * machine.host
         step_s = target.step_s(machine, num_drafts + 1, batch, context)
         step_s += machine.host * (LOOP_S + DRAFTING_S * (num_drafts > 0))
+        step_s = acceptance.drafted * step_s + (1 - acceptance.drafted) * plain_s
         for graph in (found for name, found in graphs.items() if name != TARGET):
             step_s += graph.drafts_s(machine, num_drafts, batch, context)
             step_s += machine.host * RUN_S * graph.num_runs(num_drafts)

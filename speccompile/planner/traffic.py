@@ -133,7 +133,7 @@ def count_lookups(section: Mapping[str, Any], texts: Sequence[tuple[list[int], l
         : max(sum(1 for end in itertools.accumulate(len(text[1]) for text in texts) if end <= MOST_TOKENS), 1)
     ]
     for num in COUNTED if texts else ():
-        steps = np.array([_steps_of_text(section, *text, num) for text in texts], dtype=float)
+        steps, drafted = np.array([_steps_of_text(section, *text, num) for text in texts], dtype=float).T
         tokens = np.array([len(output) - 1 for _, output in texts], dtype=float)
         mean = tokens.sum() / steps.sum()
         error = QUANTILE * np.sqrt(np.sum((tokens - mean * steps) ** 2)) / steps.sum()
@@ -141,15 +141,20 @@ def count_lookups(section: Mapping[str, Any], texts: Sequence[tuple[list[int], l
     if not lengths:
         return None
     low, high = (tuple(rates_from_lengths(COUNTED, ends)) or (0.0,) for ends in zip(*lengths, strict=True))
-    return Acceptance(low, high, f"counted in {len(texts)} recorded texts")
+    source = f"counted in {len(texts)} recorded texts"
+    return Acceptance(low, high, source, drafted=drafted.sum() / steps.sum())
 
 
-def _steps_of_text(section: Mapping[str, Any], prompt: list[int], output: list[int], max_drafts: int) -> int:
+def _steps_of_text(
+    section: Mapping[str, Any], prompt: list[int], output: list[int], max_drafts: int
+) -> tuple[int, int]:
+    # Returns the steps, and those that have drafts.
     method = registry.method(section[METHOD])
     config = method.Config(**{key: value for key, value in section.items() if key != METHOD})
     context = MethodContext(1, len(prompt) + len(output) + max_drafts, max_drafts)
     proposer: Any = method.make_proposer(config, {}, context)
-    whole, text, num_steps = [*prompt, *output], _Text([*prompt, output[0]]), 0
+    whole, text = [*prompt, *output], _Text([*prompt, output[0]])
+    num_steps = num_drafted = 0
     batch = _Texts([text])
     proposer.start(0, text)
     proposer.prefill(0, text, np.array([prompt], dtype=np.int64), 0, {})
@@ -165,4 +170,5 @@ def _steps_of_text(section: Mapping[str, Any], prompt: list[int], output: list[i
         proposer.commit(batch, tree, Verdict(row, np.array([num]), np.array([following[num]])), {})
         text.tokens = whole[: len(text.tokens) + num + 1]
         num_steps += 1
-    return num_steps
+        num_drafted += bool(tree.children(0, 0))
+    return num_steps, num_drafted

@@ -87,6 +87,7 @@ def test_a_draft_that_a_lookup_does_not_make_counts_as_refused(tmp_path):
     file = tmp_path / "out.json"
     file.write_text(json.dumps([text_of([10, 20, 20], [0.8, 0.8], num_steps=200)]))  # 15 of 40 drafted one token alone
     found = read_acceptance(str(file))
+    assert found.drafted == 1 and found.of_lookups.drafted == 50 / 200
     traffic = Traffic(given={"ngram": found, "head": found})
     assert traffic.acceptance(EAGLE3).low == found.low and found.low[0] < 0.8 < found.high[0]
     first, second = zip(traffic.acceptance(NGRAM).low, traffic.acceptance(NGRAM).high, strict=True)
@@ -174,7 +175,7 @@ def test_recorded_drafts_are_those_of_a_step_by_step_count():
     # last 1 2 drafts 3, as one more token is left for the target: 9 tokens in 7 steps, whatever the chain's length.
     text = ([1, 2, 3, 9, 1, 2, 3], [8, 1, 2, 3, 9, 4, 1, 2, 3, 9])
     found = count_lookups({"method": "ngram", "min_match": 2, "max_match": 2}, [text])
-    assert found.low == found.high == (pytest.approx(9 / 7 - 1),)
+    assert found.low == found.high == (pytest.approx(9 / 7 - 1),) and found.drafted == 3 / 7
 
 
 def test_traffic_is_a_kind_or_a_record(tmp_path):
@@ -200,6 +201,10 @@ def test_the_best_chain_and_the_batches_to_which_it_pays():
     ((found, of_plain), _), _ = speeds(GRAPHS, (MACHINE, MACHINE), stated, 3, 1, 0)
     assert found == pytest.approx(speed(3)) and of_plain == pytest.approx(speed(3) * plain_s)
     assert speeds(GRAPHS, (MACHINE, MACHINE), stated, 0, 1, 0)[0][0] == pytest.approx((1 / plain_s, 1.0))
+    seldom = replace(stated, drafted=0.25)  # as of lookups
+    step_s = 0.25 * (GRAPH.step_s(MACHINE, 4) + MACHINE.host * (LOOP_S + DRAFTING_S)) + 0.75 * plain_s
+    (found, _), _ = speeds({"target": GRAPH}, (MACHINE, MACHINE), seldom, 3, 1, 0)[0]
+    assert found == pytest.approx(expected_length((0.8,), 3) / step_s)
     assert row.tokens_per_s[0] < row.tokens_per_s[1] < speed(row.num_drafts) and row.of_plain[0] > 1
     assert row.break_even[0] == row.break_even[1] and row.break_even[0] in (2, 4, 8, 16)
     assert row.memory_bytes == 2 * (10**6 + 4096) and row.uncertain["drafts"] == 0 < row.uncertain["machine"]
