@@ -134,7 +134,8 @@ def _print_probe(probed: ProbeReport) -> None:
     rows = [("reading", "length", "beside stated", "accepted / tried by position")]
     for held in probed.readings:
         name = ", ".join(f"{name} {text_of(value)}" for name, value in held.changed.items())
-        gain = f"{held.gain:+.2f} ± {held.standard_error:.2f}" if held.changed else ""
+        error = "?" if held.standard_error is None else f"{held.standard_error:.2f}"
+        gain = f"{held.gain:+.2f} ± {error}" if held.changed else ""
         shares = " ".join(f"{share:.2f}" for share in held.by_position)
         rows.append((name or "as stated", f"{held.mean_acceptance_length:.2f}", gain, shares))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

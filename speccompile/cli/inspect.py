@@ -65,7 +65,7 @@ def _print_differences(first: Path, second: Path, as_json: bool) -> None:
     for lines in found.values():
         typer.echo("\n".join(lines))
     if not found:
-        typer.echo("no difference")
+        typer.echo("no difference; of weights type and shape alone are compared")
 
 
 def _facts_from_bundle(path: Path) -> tuple[dict[str, Any], BundleError | None]:

@@ -69,7 +69,7 @@ class Measured:
     mean_acceptance_length: float  # 1 + accepted / starts
     by_position: tuple[float, ...]  # accepted / tried by position; a draft is tried where all before it were accepted
     gain: float
-    standard_error: float
+    standard_error: float | None  # None: all chains are neighbours, so it is not known
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,8 @@ def _measured(
     shares = tuple(round(kept / num, 4) if num else 0.0 for num, kept in itertools.pairwise(tried))
     gain, error = difference(count, stated)
     length = 1 + float(every.mean())
-    return Measured(changed, len(every), round(length, 4), shares, round(gain, 4), round(error, 4))
+    known = round(error, 4) if math.isfinite(error) else None
+    return Measured(changed, len(every), round(length, 4), shares, round(gain, 4), known)
 
 
 def _undecided(conventions: Sequence[Convention], reason: str) -> Finding:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which reading is named, from counts of accepted drafts."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,6 +57,12 @@ def test_a_file_that_is_right():
     assert first.gain == first.standard_error == 0 and first.num_starts == TEXTS * STARTS
     assert other.gain == pytest.approx(other.mean_acceptance_length - first.mean_acceptance_length, abs=1e-3)
     assert other.by_position[0] == pytest.approx(0.08, abs=0.04)
+
+
+def test_of_few_neighbouring_chains_no_error_is_known():
+    report = probe([ORDER], lambda readings: [[np.arange(GROUP_STARTS) % 3] for _ in readings])
+    assert report.verdict == "undecided" and [m.standard_error for m in report.readings] == [None, None]
+    json.dumps(report.json_from_report(), allow_nan=False)
 
 
 def test_an_error_is_named_with_what_to_do():
