@@ -232,6 +232,11 @@ def test_every_step_fits_a_profile_of_the_plans_that_tensorrt_would_run(lab, mon
         results = engine.generate(prompts(), (asked * len(prompts()))[: len(prompts())], batch_size=batch_size)
         assert sum(r.stats["num_accepted"] for r in results) > 0
     talk(engine, keeps=True, at_once=True)
+    engine.reset()  # drafts that are off for a while, and read what they have missed
+    asked = [SamplingParams(MAX_SEQ, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8, 0.0)]
+    waiting = [engine.make_sequence(i, p, a, False) for i, (p, a) in enumerate(zip(prompts(), asked, strict=False))]
+    limits = Limits(itertools.cycle((*[0] * 30, None, None, 0, None)))
+    list(decode(engine.verifier, engine.proposer, SequenceBatch(waiting, 3), planner=limits))
     assert [fault for watch in watches for fault in watch.faults] == []
     assert max(dict(shape)["nodes"] for shape in watches[0].shapes) > 2
     assert all(watch.shapes for watch in watches)
