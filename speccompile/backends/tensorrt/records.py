@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.tensorrt.profiles import Profile
-from speccompile.backends.tensorrt.variants import VARIANTS
+from speccompile.backends.tensorrt.variants import VARIANTS, Capabilities
 from speccompile.common.json_reader import read_json_object
 from speccompile.errors import BundleError
 
@@ -44,7 +44,7 @@ def make_record(
         "variant": built["variant"],
         "version": built["version"],
         "platform": machine_name(),
-        "compute_capabilities": list(settings["compute_capabilities"]),
+        "compute_capabilities": list(settings["compute_capabilities"]) or _own_capability(VARIANTS[built["variant"]]),
         "plugins": list(settings["plugins"]),
         "plugin_abi": plugin_abi_of(bool(settings["plugins"])),
         "plugin_layers": dict(built["plugin_layers"]),
@@ -57,6 +57,14 @@ def make_record(
         "lowered_weights_bytes": weights_bytes_of(source),
         "build": {k: built[k] for k in ("stages", "peak_rss_bytes", "parent_rss_bytes", "lowering_peak_bytes")},
     }
+
+
+def _own_capability(can: Capabilities) -> list[str]:
+    from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
+
+    # Such a variant builds for the GPU at hand.
+    pairs = find_compute_capabilities()[:1] if can.needs_gpu_to_build else ()
+    return ["{}.{}".format(*pair) for pair in pairs]
 
 
 def weights_bytes_of(source: Path) -> int:
@@ -123,7 +131,9 @@ def check_record(plan: Path, record: Mapping[str, Any], max_slots: int, ordinal:
     if (other := find_other_gpu(record, ordinal)) is not None:
         able = variant.can.target_capabilities
         todo = "Name it in engine.tensorrt.compute_capabilities and build again."
-        if able and other[0] not in ["{}.{}".format(*pair) for pair in able]:
+        if variant.can.needs_gpu_to_build:
+            todo = "Build the bundle again on this GPU."
+        elif able and other[0] not in ["{}.{}".format(*pair) for pair in able]:
             todo = f"Build with engine.variant: tensorrt on this GPU, as {variant.name} does not support it."
         raise BundleError(str(plan), f"a GPU of compute capability {other[0]}", f"one of {other[1]}", todo)
     slots = max(int(p["sizes"]["batch"][2]) for p in record["profiles"])

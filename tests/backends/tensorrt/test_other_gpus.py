@@ -22,6 +22,8 @@ CASES = [  # variant, capabilities named at the build, GPUs of the machine, ordi
     ("tensorrt_rtx", ["12.0"], [(8, 9), (12, 0)], 1, None),
     ("tensorrt_rtx", ["12.0"], [], 0, None),  # no GPU: that is said first
     ("tensorrt", [], [(9, 0)], 0, None),  # full TensorRT builds for the GPU at hand
+    ("tensorrt", ["9.0"], [(9, 0)], 0, None),
+    ("tensorrt", ["9.0"], [(8, 9)], 0, "9.0"),
 ]
 
 
@@ -57,7 +59,8 @@ def test_a_plan_for_other_gpus_is_not_run(machine, variant, named, gpus, ordinal
         with pytest.raises(BundleError, match=expected) as caught:
             records.check_record(plan, record, 1, ordinal)
         is_able = gpus[ordinal] in VARIANTS[variant].target_capabilities
-        assert ("compute_capabilities" if is_able else "engine.variant: tensorrt on") in caught.value.todo
+        other = "compute_capabilities" if is_able else "engine.variant: tensorrt on"
+        assert ("again on this GPU" if variant == "tensorrt" else other) in caught.value.todo
     if ordinal == 0:
         why = maker.why_unchecked(plan)
         if built_for is not None:
@@ -79,3 +82,8 @@ def test_a_gpu_that_cannot_be_used_ends_no_build(machine, monkeypatch):
     monkeypatch.setattr(device, "open_device", refuse)
     why = "cudaErrorInsufficientDriver: too old: built, not run"
     assert maker.tune(LoadJob(plan, None)) == {"measured": False, "why": why}
+
+
+def test_a_plan_of_full_tensorrt_is_for_the_gpu_that_built_it(monkeypatch):
+    monkeypatch.setattr(import_helper, "find_compute_capabilities", lambda: ((9, 0), (8, 9)))
+    assert [records._own_capability(VARIANTS[name]) for name in ("tensorrt", "tensorrt_rtx")] == [["9.0"], []]
