@@ -38,6 +38,7 @@ class _Match:
     cos: ir.Value  # [batch, nodes, rotary_dim], every angle twice; half as wide where each is there once
     sin: ir.Value
     rotary_dim: int  # 0: the whole head
+    is_once: bool = False  # the angles are halves of a head wide
 
 
 def _rotated(op: Any, x: Any, cos: Any, sin: Any, cos_axes: Any, sin_axes: Any) -> Any:
@@ -103,7 +104,7 @@ def _match_halves(rule: Rule, model: ir.Model, node: ir.Node) -> _Match | None:
     split = None if found is None else found["low"].producer()
     if found is None or split is None or split.inputs[0] is None:
         return None
-    return _Match(node, split.inputs[0], found["cos"], found["sin"], 0)
+    return _Match(node, split.inputs[0], found["cos"], found["sin"], 0, is_once=True)
 
 
 def _is_doubled(value: ir.Value | None) -> bool:
@@ -148,7 +149,7 @@ def fuse_rope(model: ir.Model) -> int:
     matches = [m for node in model.graph if (m := _match(rule, model, node)) is not None]
     matches += [m for node in model.graph if (m := _match_halves(once, model, node)) is not None]
     for match in matches:
-        cos, sin = (_halve(model, v, halves) if _is_doubled(v) else v for v in (match.cos, match.sin))
+        cos, sin = (v if match.is_once else _halve(model, v, halves) for v in (match.cos, match.sin))
         edit = Editor(model, match.node)
         attributes: dict[str, Any] = {"interleaved": 0, "num_heads": static_dim(match.x, 1)}
         if match.rotary_dim:

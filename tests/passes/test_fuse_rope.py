@@ -105,3 +105,34 @@ def test_tables_need_fused_ropes():
     REMOVE_DEAD.run(model)
     with pytest.raises(PassError, match=r"pass tabulate_rope: got before it ran: .* is an unfused rotary embedding"):
         tabulate_rope_pass(MAX_SEQ_LEN).run(model)
+
+
+@pytest.mark.parametrize("angles", ["quarter, quarter", "quarter, other"])
+def test_halves_that_are_rotated_apart_keep_their_angles(angles):
+    """Each angle is there once, whether or not the two halves of the angles are alike."""
+    text = f"""rope (float[batch, 2, nodes, 8] x, float[batch, nodes, 2] quarter, float[batch, nodes, 2] other)
+        => (float[batch, 2, nodes, 8] y) {{
+            angles = Concat<axis = -1>({angles})
+            cos = Cos(angles)
+            sin = Sin(angles)
+            c = Unsqueeze(cos, one)
+            s = Unsqueeze(sin, one)
+            low, high = Split<axis = 3>(x, sizes)
+            low_c = Mul(low, c)
+            high_s = Mul(high, s)
+            high_c = Mul(high, c)
+            low_s = Mul(low, s)
+            first = Sub(low_c, high_s)
+            second = Add(high_c, low_s)
+            y = Concat<axis = -1>(first, second)
+        }}"""
+    model = graph(text, {"one": np.array([1], np.int64), "sizes": np.array([4, 4], np.int64)})
+    feeds = {"x": feeds_for(2, 8)["x"]}
+    feeds |= {
+        name: np.random.default_rng(i).random((2, 3, 2), np.float32) for i, name in enumerate(("quarter", "other"))
+    }
+    before = run(model, feeds)[0]
+    assert fuse_rope(model) == 1
+    REMOVE_DEAD.run(model)
+    assert ops(model)["RotaryEmbedding"] == 1
+    np.testing.assert_allclose(run(model, feeds)[0], before, atol=TOLERANCE)
