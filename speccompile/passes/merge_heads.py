@@ -57,8 +57,7 @@ def _rotary(part: _Part) -> ir.Node | None:
 def _rotate_alike(first: ir.Node | None, second: ir.Node | None) -> bool:
     if first is None or second is None:
         return False
-    same_inputs = all(a is b for a, b in zip(first.inputs[1:], second.inputs[1:], strict=True))
-    return same_inputs and _attributes(first) == _attributes(second)
+    return tuple(first.inputs[1:]) == tuple(second.inputs[1:]) and _attributes(first) == _attributes(second)
 
 
 def _attributes(rotary: ir.Node) -> dict[str, Any]:

@@ -28,7 +28,8 @@ SEED = 0
 def check_allowed(where: str, rates: Sequence[float], is_allowed: bool) -> None:
     """Refuses synthetic acceptance where nobody asked for it. Raises BundleError."""
     if rates and not is_allowed:
-        todo = "Build it without the key, or allow it: allow_synthetic_acceptance=True, --allow-synthetic-acceptance."
+        allow = "serve --allow-synthetic-acceptance, load(..., allow_synthetic_acceptance=True)"
+        todo = f"Build it without the key, or allow it: {allow}."
         raise BundleError(f"{where} ({KEY})", str(list(rates)), "drafts that the target verifies", todo)
 
 

@@ -82,7 +82,6 @@ def test_the_cpu_kernel_decides_as_the_vectors_say():
 
 
 @pytest.mark.plan
-@pytest.mark.parametrize("is_single", [False, True])
-def test_the_cuda_kernels_decide_as_the_vectors_say(is_single):
+def test_the_cuda_kernels_decide_as_the_vectors_say():
     kernels = host_lab.kernels()
-    check(lambda case: host_lab.verify(kernels, case, is_single=is_single))
+    check(lambda case: host_lab.verify(kernels, case))
