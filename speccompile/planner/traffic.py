@@ -142,7 +142,7 @@ def count_lookups(section: Mapping[str, Any], texts: Sequence[tuple[list[int], l
         return None
     low, high = (tuple(rates_from_lengths(COUNTED, ends)) or (0.0,) for ends in zip(*lengths, strict=True))
     source = f"counted in {len(texts)} recorded texts"
-    return Acceptance(low, high, source, drafted=drafted.sum() / steps.sum())
+    return Acceptance(low, high, source, drafted=drafted.sum() / steps.sum())  # of the longest chains
 
 
 def _steps_of_text(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features that a draft has not read yet: kept on the device, copied to the host before they would be lost."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -106,14 +107,15 @@ def test_nothing_is_kept_for_a_sequence_without_a_draft():
     assert np.array_equal(pending.take_rows(drafting, 2), 2 * outputs["hidden"][0])
 
 
+def count_and_make(sizes, outputs):
+    sizes.append(outputs["hidden"].shape[1])
+    return make(outputs)
+
+
 def test_features_of_a_long_plain_decoding_are_made_many_at_once():
     target, (sequence,), sizes = Target(), make_sequences(1), []
 
-    def count_and_make(outputs):
-        sizes.append(outputs["hidden"].shape[1])
-        return make(outputs)
-
-    pending, wanted = PendingFeatures(WIDTH, count_and_make, ["hidden"]), []
+    pending, wanted = PendingFeatures(WIDTH, partial(count_and_make, sizes), ["hidden"]), []
     for _ in range(2 * MAX_STATES + 5):
         outputs = target.step(1, 1)
         keep(pending, [sequence], outputs, [[0]])
@@ -129,11 +131,7 @@ def test_no_more_features_are_made_at_once_than_a_prompt_has_in_a_chunk():
     """Steps whose drafts a grammar forces leave several states each, and TensorRT's graph has a largest size."""
     target, (sequence,), sizes = Target(), make_sequences(1), []
 
-    def count_and_make(outputs):
-        sizes.append(outputs["hidden"].shape[1])
-        return make(outputs)
-
-    pending, wanted = PendingFeatures(WIDTH, count_and_make, ["hidden"]), []
+    pending, wanted = PendingFeatures(WIDTH, partial(count_and_make, sizes), ["hidden"]), []
     for _ in range(MAX_STATES):
         outputs = target.step(1, 4)
         keep(pending, [sequence], outputs, [[0, 1, 2]])

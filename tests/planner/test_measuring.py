@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stacks hold our operators, joined as in a bundle; what is measured predicts products of every kind."""
 
+from functools import partial
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from types import SimpleNamespace
 
 import numpy as np
@@ -71,10 +72,21 @@ def test_a_measured_machine_knows_every_kind(tmp_path, monkeypatch):
     assert 0 < machine.launch_s < 1e-3 and 0.1 < machine.host < 100
 
 
-def test_a_machine_that_was_busy_says_so(tmp_path, monkeypatch, with_wait_share):
+@pytest.fixture
+def one_stack(tmp_path, monkeypatch):
+    """All that is measured."""
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
     monkeypatch.setattr(measuring, "_SIZES", (1,))
     monkeypatch.setattr(measuring, "_KINDS", {"float32": measuring._KINDS["float32"]})
+
+
+def test_time_outside_of_the_engines_is_that_of_this_machine(one_stack, monkeypatch):
+    monkeypatch.setattr(measuring, "_HOST_RUNS", 2)
+    monkeypatch.setattr(measuring, "_work_of_host", partial(sleep, 1000 * measuring._HOST_S))
+    assert measuring.measure_machine(1, seconds=0.0).host >= 1000
+
+
+def test_a_machine_that_was_busy_says_so(one_stack, monkeypatch, with_wait_share):
     for share, says_so in ((0.36, True), (0.01, False)):
         monkeypatch.setattr(measuring.WaitClock, "share", lambda self, share=share: share)
         assert ("waited for a CPU in 36%" in measuring.measure_machine(1, seconds=0.0).source) == says_so

@@ -28,16 +28,6 @@ def feed(tokens, length, **more):
     return {specs.TOKENS: np.atleast_2d(tokens), specs.LENGTHS: np.array([length]), **more}
 
 
-@pytest.fixture
-def target(compiled):
-    return compiled("onnxruntime", "none", "fp32", "target")
-
-
-@pytest.fixture
-def lab(monkeypatch, tmp_path):
-    return Lab(monkeypatch, tmp_path)
-
-
 def same(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():

@@ -11,19 +11,8 @@ from speccompile.errors import RuntimeFault
 from tests.backends.tensorrt import fake_trt
 from tests.backends.tensorrt.fake_cuda import FakeCuda, Status
 from tests.backends.tensorrt.test_engine import TOKENS, feed, same
-from tests.backends.tensorrt.trt_lab import Lab
 
 pytestmark = pytest.mark.plan
-
-
-@pytest.fixture
-def target(compiled):
-    return compiled("onnxruntime", "none", "fp32", "target")
-
-
-@pytest.fixture
-def lab(monkeypatch, tmp_path):
-    return Lab(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("function", ["cudaMalloc", "cudaMallocHost"])
