@@ -247,8 +247,8 @@ class _Run:
             "plan": {**plan, "target": Path(self.plan.target).name, "text": {**plan["text"], **names}},
             "processes": self.team.size,
             "threads": torch.get_num_threads(),
-            "seconds": {name: round(value, 1) for name, value in record.seconds.items()},
-            "cpu_seconds": {name: round(value, 1) for name, value in record.cpu_seconds.items()},
+            "seconds": {name: round(value, 3) for name, value in record.seconds.items()},
+            "cpu_seconds": {name: round(value, 3) for name, value in record.cpu_seconds.items()},
             "held_out": last,
             **({"frontier": self._frontier(record)} if self.section.joint is not None else {}),
         }
