@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: one file per subcommand, each with a function `register(app)`."""
+"""The command line: one file per subcommand, with a function `NAME_command`."""

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from speccompile.bundle.bundle import Bundle
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="bench")(bench_command)
-
-
 def bench_command(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
     prompts: Annotated[

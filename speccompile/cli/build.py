@@ -38,10 +38,7 @@ _SIZES = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="build")(with_model_options(build_command))
-
-
+@with_model_options
 def build_command(
     source: Annotated[
         str,

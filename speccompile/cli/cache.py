@@ -21,10 +21,6 @@ ACTIONS = ("size", "list", "clear")
 _DAY_S = 86400.0
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="cache")(cache_command)
-
-
 def cache_command(
     action: Annotated[str, typer.Argument(help="size: by kind; list: every entry; clear: remove entries.")] = "size",
     kind: Annotated[str | None, typer.Option(help="Only this kind, as `size` names it, e.g. graphs.")] = None,

@@ -44,10 +44,8 @@ COMMANDS = {
 _MAX_TOKENS = 512  # of an answer, where neither the option nor the bundle says more
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="chat")(with_model_options(with_sampling_options(chat_command)))
-
-
+@with_model_options
+@with_sampling_options
 def chat_command(
     source: Annotated[str, typer.Argument(metavar="MODEL", help=SOURCE_HELP)],
     *,

@@ -14,10 +14,6 @@ from speccompile.cli.output import errors_as_json, print_json
 from speccompile.errors import CheckpointError
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="convert")(convert_command)
-
-
 def convert_command(
     speculator: Annotated[str, typer.Argument(help="A speculator's folder or hub id; or a model's GGUF file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; new or empty.")],

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from speccompile.doctor.probe import ProbeReport
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="doctor")(doctor_command)
-
-
 def doctor_command(
     speculator: Annotated[str, typer.Argument(help="A speculator's folder or hub id.")],
     target: Annotated[str | None, typer.Option("--target", help="The model that it is for: folder or hub id.")] = None,

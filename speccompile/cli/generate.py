@@ -37,10 +37,8 @@ if TYPE_CHECKING:
 STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "plain": ""}
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="generate")(with_model_options(with_sampling_options(generate_command)))
-
-
+@with_model_options
+@with_sampling_options
 def generate_command(
     source: Annotated[str, typer.Argument(metavar="MODEL", help=SOURCE_HELP)],
     text: Annotated[

@@ -19,10 +19,6 @@ from speccompile.cli.output import errors_as_json, json_from_error, print_error,
 from speccompile.errors import BundleError
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="inspect")(inspect_command)
-
-
 def inspect_command(
     path: Annotated[Path, typer.Argument(help="A bundle's folder, an .onnx file or a .plan file.")],
     diff: Annotated[

@@ -21,27 +21,25 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import speccompile
-from speccompile.cli import (
-    bench,
-    build,
-    cache,
-    chat,
-    convert,
-    doctor,
-    generate,
-    inspect,
-    plan,
-    profile,
-    replay,
-    schema,
-    serve,
-    train,
-    triton,
-    vectors,
-    verify,
-)
+from speccompile.cli.bench import bench_command
+from speccompile.cli.build import build_command
+from speccompile.cli.cache import cache_command
+from speccompile.cli.chat import chat_command
+from speccompile.cli.convert import convert_command
+from speccompile.cli.doctor import doctor_command
+from speccompile.cli.generate import generate_command
+from speccompile.cli.inspect import inspect_command
 from speccompile.cli.options import with_log_level
 from speccompile.cli.output import print_error, show_logs
+from speccompile.cli.plan import plan_command
+from speccompile.cli.profile import profile_command
+from speccompile.cli.replay import replay_command
+from speccompile.cli.schema import schema_command
+from speccompile.cli.serve import serve_command
+from speccompile.cli.train import train_command
+from speccompile.cli.triton import triton_command
+from speccompile.cli.vectors import vectors_command
+from speccompile.cli.verify import verify_command
 from speccompile.common.json_reader import is_unicode
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import SpecCompileError
@@ -267,16 +265,12 @@ def _options(
     show_logs()
 
 
-_COMMANDS = (
-    *(build, verify, generate, chat, serve, replay, triton, bench, profile, plan),
-    *(train, inspect, doctor, convert, cache, schema, vectors),
-)
-for _command in _COMMANDS:
-    _command.register(app)
-for _info in app.registered_commands:
-    _info.cls = TidyCommand
-    assert _info.callback is not None
-    _info.callback = with_log_level(_info.callback)
+for _command in (
+    *(build_command, verify_command, generate_command, chat_command, serve_command, replay_command, triton_command),
+    *(bench_command, profile_command, plan_command, train_command, inspect_command, doctor_command, convert_command),
+    *(cache_command, schema_command, vectors_command),
+):
+    app.command(_command.__name__.removesuffix("_command"), cls=TidyCommand)(with_log_level(_command))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

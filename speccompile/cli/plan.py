@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 BATCHES, NUM_TOKENS, REPEATS = "1,8,32", 64, 3  # where the options say nothing
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="plan")(with_model_options(plan_command))
-
-
+@with_model_options
 def plan_command(
     source: Annotated[
         str | None,

@@ -23,10 +23,7 @@ _PROMPT = "Write a function that adds two numbers:\n\ndef add("
 _LEAST_SHARE = 0.005  # of a file that is printed
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="profile")(with_model_options(profile_command))
-
-
+@with_model_options
 def profile_command(
     source: Annotated[str, typer.Argument(metavar="MODEL", help=SOURCE_HELP)],
     model: Any,

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 _SHOWN = 8  # tokens of a text that differs
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="replay")(with_model_options(replay_command))
-
-
+@with_model_options
 def replay_command(
     record: Annotated[Path, typer.Argument(help="A file that `speccompile serve --record` wrote.")],
     source: Annotated[str, typer.Argument(metavar="MODEL", help=SOURCE_HELP)],

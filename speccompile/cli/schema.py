@@ -9,10 +9,6 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="schema")(schema_command)
-
-
 def schema_command(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to a file instead of stdout.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The schema is JSON with or without it.")] = False,

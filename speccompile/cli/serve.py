@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from speccompile.recipe.model_recipe import ModelOptions
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="serve")(with_model_options(serve_command))
-
-
 def check_seconds(value: float | None) -> float | None:
     """Refuses values that are no times. Raises typer.BadParameter: zero, negative, infinite or no number."""
     if value is not None and not 0 < value < math.inf:
@@ -34,6 +30,7 @@ def check_seconds(value: float | None) -> float | None:
     return value
 
 
+@with_model_options
 def serve_command(
     source: Annotated[str, typer.Argument(metavar="MODEL", help=SOURCE_HELP)],
     model: Any,

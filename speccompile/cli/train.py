@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from speccompile.recipe.training_plan import TrainingPlan
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="train")(train_command)
-
-
 def train_command(
     recipe: Annotated[Path, typer.Argument(help="A recipe with a section training, see recipes/train/.")],
     output: Annotated[

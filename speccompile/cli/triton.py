@@ -15,10 +15,6 @@ from speccompile.cli.output import errors_as_json, print_json
 LAYOUTS = ("model", "trtllm", "plans")
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="triton")(triton_command)
-
-
 def triton_command(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Model repository; other models in it stay.")],

@@ -16,10 +16,6 @@ class Rule(StrEnum):
     greedy, race, chain, tree = "greedy", "race", "chain", "tree"
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="vectors")(vectors_command)
-
-
 def vectors_command(
     rule: Annotated[Rule | None, typer.Option("--rule", help="Of one rule; default: of all.")] = None,
     output: Annotated[Path | None, typer.Option("--out", "-o", help="Write to a file instead of stdout.")] = None,

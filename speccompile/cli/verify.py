@@ -18,10 +18,6 @@ from speccompile.errors import CertificateError, TooFewDraftsError
 _STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow", "incomplete": "yellow"}
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="verify")(verify_command)
-
-
 def verify_command(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
     prompts: Annotated[
