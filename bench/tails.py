@@ -25,12 +25,7 @@ from speccompile.ops.op import DOMAIN, OPSET, VERSION
 from speccompile.ops.registry import OPS, functions
 from speccompile.ops.spec_verify import spec_verify
 
-WARPS = {
-    "greedy": (0.0, 0, 1.0),
-    "sampled": (0.8, 0, 1.0),
-    "top_k 50": (0.8, 50, 1.0),
-    "top_p 0.9": (0.8, 0, 0.9),
-}
+WARPS = {"greedy": (0.0, 0, 1.0), "sampled": (0.8, 0, 1.0), "top_k 50": (0.8, 50, 1.0), "top_p 0.9": (0.8, 0, 0.9)}
 TAILS = {
     "verify": ("SpecVerify", "FiniteToken"),
     "sample": ("SampleToken",),

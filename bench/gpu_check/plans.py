@@ -9,11 +9,7 @@ from typing import Any
 
 import speccompile
 from bench.gpu_check import checks, decoding, parts, report
-from speccompile.backends.tensorrt.import_helper import (
-    find_compute_capabilities,
-    installed_variants,
-    load_tensorrt,
-)
+from speccompile.backends.tensorrt.import_helper import find_compute_capabilities, installed_variants, load_tensorrt
 from speccompile.core.sampling import SamplingParams
 
 MAX_TIE_GAP = 0.1  # float16 logits of magnitude 16 to 32 are 1/64 apart, and errors of 16 layers add up

@@ -31,14 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import speccompile
 from bench.greedy_equality import open_target
-from bench.peers.peers import (
-    Peer,
-    convert_checkpoint,
-    peer_environment,
-    precision_from_bundle,
-    read_peers,
-    source_of,
-)
+from bench.peers.peers import Peer, convert_checkpoint, peer_environment, precision_from_bundle, read_peers, source_of
 from speccompile.backends.distance import Distance, compare, distance_from_rows
 from speccompile.common.chat_prompts import read_chats
 from speccompile.core.specs import LENGTHS, LOGITS, TOKENS

@@ -38,10 +38,7 @@ def measured_sizes(spec: GraphSpec) -> tuple[int, int]:
 
 
 def measure_steps(
-    engine: Engine,
-    others_bytes: int = 0,
-    max_nodes: int = sys.maxsize,
-    node_counts: Collection[int] = NODE_COUNTS,
+    engine: Engine, others_bytes: int = 0, max_nodes: int = sys.maxsize, node_counts: Collection[int] = NODE_COUNTS
 ) -> dict[str, float]:
     """Returns {nodes: milliseconds at batch 1} of an engine of `measured_sizes`; without caches, slots are counted.
 

@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import Progress
 
-from speccompile.benchmark.reference import (
-    Reference,
-    find_reference,
-    not_run,
-    reference_of_round,
-    why_no_transformers,
-)
+from speccompile.benchmark.reference import Reference, find_reference, not_run, reference_of_round, why_no_transformers
 from speccompile.benchmark.rounds import Runs, open_workers, run_rounds
 from speccompile.benchmark.samples import Sample, figures_by_group, groups_from_samples
 from speccompile.benchmark.summary import summary_from_runs

@@ -202,12 +202,7 @@ class Bundle:
             print(f"{label:<20} {value}")
 
     def push_to_hub(
-        self,
-        name: str,
-        *,
-        private: bool = False,
-        message: str | None = None,
-        bench: Mapping[str, Any] | None = None,
+        self, name: str, *, private: bool = False, message: str | None = None, bench: Mapping[str, Any] | None = None
     ) -> str:
         """Uploads the bundle with a model card, and returns the commit's URL; see `publish.push_bundle`."""
         from speccompile.bundle.publish import push_bundle

@@ -250,11 +250,7 @@ REPORT, RECIPE = "report.html", "recipe.yaml"
 
 
 def write_bundle_files(
-    folder: Path,
-    plan: BuildPlan,
-    target_source: Path,
-    graphs: dict[str, Any],
-    stages: Sequence[dict[str, Any]],
+    folder: Path, plan: BuildPlan, target_source: Path, graphs: dict[str, Any], stages: Sequence[dict[str, Any]]
 ) -> None:
     """Writes everything of a bundle in `folder` that is not a graph; the manifest, with the others' digests, last."""
     recipe = json.loads(json.dumps(plan.recipe_from_plan()))

@@ -95,10 +95,7 @@ class Allowed:
 
 
 def check_grammar(
-    engine: SpecEngine,
-    prompts: Prompts,
-    num_samples: int = NUM_SAMPLES,
-    tell: Tell = lambda done, total: None,
+    engine: SpecEngine, prompts: Prompts, num_samples: int = NUM_SAMPLES, tell: Tell = lambda done, total: None
 ) -> Check:
     """Draws texts of the grammar with many seeds, plain and with drafts, and tests their first tokens by chi-square."""
     if not gives_logits(engine):

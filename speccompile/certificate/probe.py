@@ -132,10 +132,7 @@ def open_probed(model: str, aim: Aim, overrides: Mapping[str, Any] | None = None
 
 
 def probe_case(
-    case: Case,
-    target: ProbeTarget,
-    seconds: float = SECONDS,
-    progress: Callable[[str], None] = lambda message: None,
+    case: Case, target: ProbeTarget, seconds: float = SECONDS, progress: Callable[[str], None] = lambda message: None
 ) -> ProbeReport:
     """Compares the readings of a checkpoint; see `probe_checkpoint`."""
     made: Probe = find_class(case.layout.probe)(case, target.parts)

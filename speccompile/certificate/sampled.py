@@ -206,10 +206,7 @@ def _tell_run(tell: Tell, before: int, total: int) -> Callable[[int], None]:
 
 
 def check_sampled(
-    engine: SpecEngine,
-    prompts: Prompts,
-    num_samples: int = NUM_SAMPLES,
-    tell: Tell = lambda done, total: None,
+    engine: SpecEngine, prompts: Prompts, num_samples: int = NUM_SAMPLES, tell: Tell = lambda done, total: None
 ) -> Check:
     """Draws texts with many seeds, plain and with drafts, and tests their first tokens by chi-square."""
     if not gives_logits(engine):

@@ -50,8 +50,7 @@ def bench_command(
         str | None, typer.Option(help="More speculation methods of ours, comma-separated, a process each.")
     ] = None,
     reference: Annotated[
-        bool,
-        typer.Option(help="Compare texts with transformers' in float32, which decodes each prompt once (kept)."),
+        bool, typer.Option(help="Compare texts with transformers' in float32, which decodes each prompt once (kept).")
     ] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw the figures into this file, .svg or .png.")] = None,
 ) -> None:

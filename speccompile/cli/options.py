@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 MAX_THREADS = 1024  # as engine.threads of a recipe
 LogLevel = Annotated[
-    str | None,
-    typer.Option(envvar="SPECCOMPILE_LOG", help="What is logged on stderr: error, warning, info or debug."),
+    str | None, typer.Option(envvar="SPECCOMPILE_LOG", help="What is logged on stderr: error, warning, info or debug.")
 ]
 
 
@@ -114,15 +113,13 @@ SMALL_FILES = ("config.json", "tokenizer_config.json", "chat_template.jinja")  #
 
 def _options(
     overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. engine.threads=2."),
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. engine.threads=2.")
     ] = None,
     quantization: Annotated[
         str | None, typer.Option(help="Short for --set target.quantization=...: auto, none, int8 or int4.")
     ] = None,
     lora: Annotated[
-        str | None,
-        typer.Option(help="Short for --set target.lora=...: a LoRA adapter in PEFT's layout."),
+        str | None, typer.Option(help="Short for --set target.lora=...: a LoRA adapter in PEFT's layout.")
     ] = None,
     num_layers: Annotated[
         int | None, typer.Option(min=1, help="Short for --set target.num_layers=...: with random weights, for sizing.")
@@ -146,13 +143,11 @@ def _options(
         ),
     ] = None,
     speculative_config: Annotated[
-        str | None,
-        typer.Option(metavar="JSON", help='As of vLLM: {"method", "model", "num_speculative_tokens"}.'),
+        str | None, typer.Option(metavar="JSON", help='As of vLLM: {"method", "model", "num_speculative_tokens"}.')
     ] = None,
     spec_method: Annotated[str | None, typer.Option(help="The drafter's method alone, by our name or vLLM's.")] = None,
     spec_model: Annotated[
-        str | None,
-        typer.Option("--spec-model", "--draft", help="Its checkpoint; the method is that of its layout."),
+        str | None, typer.Option("--spec-model", "--draft", help="Its checkpoint; the method is that of its layout.")
     ] = None,
     spec_tokens: Annotated[int | None, typer.Option(min=1, help="Its number of draft tokens.")] = None,
     generation_config: Annotated[

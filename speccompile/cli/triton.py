@@ -22,8 +22,7 @@ def triton_command(
         str, typer.Option(help="model; trtllm: five models as the TensorRT-LLM backend had; plans: tensorrt models.")
     ] = "model",
     backends: Annotated[
-        Path | None,
-        typer.Option(help="Backend directory to write `speccompile` into; default: beside -o."),
+        Path | None, typer.Option(help="Backend directory to write `speccompile` into; default: beside -o.")
     ] = None,
     name: Annotated[str, typer.Option(help="Name of the model.")] = "speccompile",
     max_batch_size: Annotated[int, typer.Option(min=0, help="Rows a request may hold; 0: no batch dim.")] = 0,

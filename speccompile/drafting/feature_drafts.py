@@ -11,14 +11,7 @@ from numpy.typing import NDArray
 
 from speccompile.core.jobs import PREFILL_CHUNK
 from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
-from speccompile.core.specs import (
-    FEATURE_NODES,
-    FEATURES,
-    NEXT_FEATURES,
-    SCORED_NODES,
-    TOKENS,
-    TREE_MASK,
-)
+from speccompile.core.specs import FEATURE_NODES, FEATURES, NEXT_FEATURES, SCORED_NODES, TOKENS, TREE_MASK
 from speccompile.core.tree import Floats, Ints, Verdict
 from speccompile.drafting.acceptance import DraftState
 from speccompile.drafting.sliding_rows import draft_rows, rows_of_step
@@ -151,12 +144,7 @@ class FeatureCache:
     catches_up = False
 
     def __init__(
-        self,
-        engine: Engine,
-        make: Callable[[Outputs], Any],
-        names: Sequence[str],
-        max_seq_len: int,
-        max_nodes: int,
+        self, engine: Engine, make: Callable[[Outputs], Any], names: Sequence[str], max_seq_len: int, max_nodes: int
     ) -> None:
         self.engine, self.max_seq_len, self.max_nodes, self._make = engine, max_seq_len, max_nodes, make
         width = engine.spec.input(FEATURES).dims[2]

@@ -28,13 +28,7 @@ from speccompile.core.specs import (
 )
 from speccompile.core.tree import Ints, TokenTree, Verdict
 from speccompile.core.tree_shape import TreeShape
-from speccompile.drafting.acceptance import (
-    AcceptanceEstimate,
-    DraftState,
-    SharedPrior,
-    acceptance_probs,
-    own_path,
-)
+from speccompile.drafting.acceptance import AcceptanceEstimate, DraftState, SharedPrior, acceptance_probs, own_path
 from speccompile.drafting.budget import Budget, Outlook
 from speccompile.drafting.grammars import (
     chain_with_forced,

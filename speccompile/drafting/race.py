@@ -25,13 +25,7 @@ CLOSENESS = 1.5  # how sure the order is, by log times; estimates of each sequen
 
 
 def order_candidates(
-    batch: Batch,
-    depth: int,
-    tokens: Ints,
-    confidences: Floats,
-    *,
-    is_warped: bool = False,
-    num: int | None = None,
+    batch: Batch, depth: int, tokens: Ints, confidences: Floats, *, is_warped: bool = False, num: int | None = None
 ) -> tuple[Ints, Floats]:
     """Returns the candidates of sequences that sample in the order of their times; those of greedy ones are unchanged.
 

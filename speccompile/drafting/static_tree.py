@@ -38,13 +38,7 @@ class StaticTrees:
     """
 
     def __init__(
-        self,
-        scorer: Scorer,
-        shape: TreeShape,
-        *,
-        may_draw: bool,
-        vocab_size: int,
-        length: DrawnLength | None = None,
+        self, scorer: Scorer, shape: TreeShape, *, may_draw: bool, vocab_size: int, length: DrawnLength | None = None
     ) -> None:
         self._length = length if shape.is_chain and may_draw else None
         self.scorer, self.shape, self.may_draw = scorer, shape, may_draw

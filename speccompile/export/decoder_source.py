@@ -11,13 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.checkpoint import (
-    check_checkpoint,
-    layers_key,
-    read_config,
-    read_dims,
-    read_text_config,
-)
+from speccompile.checkpoints.checkpoint import check_checkpoint, layers_key, read_config, read_dims, read_text_config
 from speccompile.checkpoints.config_values import check_architecture
 from speccompile.checkpoints.draft_vocab import DraftTokens, choose_tokens
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder

@@ -44,11 +44,7 @@ def sharing_spec(spec: GraphSpec, layers: Sequence[int], owner: str = "target") 
 
 
 def find_owner(
-    spec: GraphSpec,
-    cache_ref: BorrowedCache,
-    sizes: Mapping[str, tuple[Any, ...]],
-    num_slots: int,
-    max_slots: int,
+    spec: GraphSpec, cache_ref: BorrowedCache, sizes: Mapping[str, tuple[Any, ...]], num_slots: int, max_slots: int
 ) -> int:
     """Returns the index of the owner's cache that a cache reference names.
 

@@ -11,14 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from speccompile.core.dims import ModelDims
-from speccompile.core.specs import (
-    FEATURE_NODES,
-    FEATURES,
-    NEXT_FEATURES,
-    GraphSpec,
-    TensorSpec,
-    hidden_name,
-)
+from speccompile.core.specs import FEATURE_NODES, FEATURES, NEXT_FEATURES, GraphSpec, TensorSpec, hidden_name
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec
 
 STATES, NEXT_STATES = "states", "next_states"  # dims: rows of features in; 1 + nodes out

@@ -143,10 +143,7 @@ CONV_ROWS = Op(
         TensorSpec(SURE_NODES, ("batch",), "int64"),
         TensorSpec(TREE_MASK, ("batch", "nodes", "nodes"), "bool"),
     ),
-    (
-        TensorSpec("out", ("batch", "nodes", "channels"), "float32"),
-        TensorSpec("rows_updated", _ROWS_DIMS, "float32"),
-    ),
+    (TensorSpec("out", ("batch", "nodes", "channels"), "float32"), TensorSpec("rows_updated", _ROWS_DIMS, "float32")),
     conv_rows,
     _HEAD + _PATHS + _REST,
     attributes={"activation": 0},

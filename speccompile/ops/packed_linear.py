@@ -215,12 +215,7 @@ def _make_op(form: str, has_norm: bool, has_gate: bool) -> Op:
     y = TensorSpec("y", ("batch", "nodes", "num_out"), "float32")
     return Op(
         op_name(form, has_norm, has_gate),
-        (
-            x,
-            *(before if has_norm else ()),
-            *constant_specs(form),
-            TensorSpec("bias", ("num_out",), "float32"),
-        ),
+        (x, *(before if has_norm else ()), *constant_specs(form), TensorSpec("bias", ("num_out",), "float32")),
         (y, *((TensorSpec("sum", x.dims, "float32"),) if has_norm else ())),
         _twin(form, has_norm, has_gate),
         _body(form, has_norm, has_gate),

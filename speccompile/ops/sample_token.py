@@ -38,11 +38,7 @@ def sample_token(
 
 SAMPLE_TOKEN = Op(
     "SampleToken",
-    (
-        TensorSpec(LOGITS, ("batch", 1, "vocab"), "float32"),
-        TensorSpec(UNIFORMS, ("batch",), "float32"),
-        *WARP_INPUTS,
-    ),
+    (TensorSpec(LOGITS, ("batch", 1, "vocab"), "float32"), TensorSpec(UNIFORMS, ("batch",), "float32"), *WARP_INPUTS),
     (
         TensorSpec(SAMPLED_TOKEN, ("batch",), "int64"),
         TensorSpec(CONFIDENCE, ("batch",), "float32"),

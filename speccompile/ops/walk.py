@@ -11,23 +11,11 @@ import numpy as np
 
 from speccompile.core.acceptance import accept
 from speccompile.core.multi_path import RATIO_EDGES
-from speccompile.core.specs import (
-    DRAFT_PROBS,
-    NEXT_TOKEN,
-    NUM_ACCEPTED,
-    PARENTS,
-    PATH,
-    TOKENS,
-    UNIFORMS,
-    TensorSpec,
-)
+from speccompile.core.specs import DRAFT_PROBS, NEXT_TOKEN, NUM_ACCEPTED, PARENTS, PATH, TOKENS, UNIFORMS, TensorSpec
 from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.ops.op import Op
 
-TREE_INPUTS = (
-    TensorSpec(TOKENS, ("batch", "nodes"), "int64"),
-    TensorSpec(PARENTS, ("batch", "nodes"), "int64"),
-)
+TREE_INPUTS = (TensorSpec(TOKENS, ("batch", "nodes"), "int64"), TensorSpec(PARENTS, ("batch", "nodes"), "int64"))
 MOST_NODES = 1025  # of a scored tree: the most that a recipe allows, and the root
 VERDICT = (
     TensorSpec(PATH, ("batch", "nodes"), "int64"),
@@ -102,11 +90,7 @@ def walk_body(max_nodes: int) -> str:
 
 
 WALK = Op(
-    "Walk",
-    (TensorSpec("drawn", ("batch", "nodes"), "int64"), *TREE_INPUTS),
-    VERDICT,
-    _walk,
-    walk_body(MOST_NODES),
+    "Walk", (TensorSpec("drawn", ("batch", "nodes"), "int64"), *TREE_INPUTS), VERDICT, _walk, walk_body(MOST_NODES)
 )
 
 

@@ -29,12 +29,7 @@ class AttentionMasks:
     """
 
     def __init__(
-        self,
-        model: ir.Model,
-        anchor: ir.Node,
-        rows_of: ir.Value,
-        axis: int = 2,
-        dtype: ir.DataType = ir.DataType.FLOAT,
+        self, model: ir.Model, anchor: ir.Node, rows_of: ir.Value, axis: int = 2, dtype: ir.DataType = ir.DataType.FLOAT
     ) -> None:
         self.edit = edit = Editor(model, anchor)
         self.tree = tree_of(anchor)

@@ -11,16 +11,7 @@ import onnx_ir as ir
 
 from speccompile.passes.base import Pass, Property
 from speccompile.passes.edit import Editor
-from speccompile.passes.match import (
-    int_attribute,
-    ints,
-    only_use,
-    operands,
-    rank,
-    replace_tree,
-    scalar,
-    static_dim,
-)
+from speccompile.passes.match import int_attribute, ints, only_use, operands, rank, replace_tree, scalar, static_dim
 from speccompile.passes.rules import Rule, either
 
 

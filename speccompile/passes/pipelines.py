@@ -62,11 +62,7 @@ PACKED = "packed"
 ORT_QUANTIZATION: dict[str, dict[str, tuple[Pass, ...]]] = {
     "none": {"fp32": (), PACKED: _packed_passes("float")},
     "bf16": {PACKED: _packed_passes("bf16")},
-    "int8": {
-        "rowq8": (QUANTIZE_INT8, GATHER_BLOCKS),
-        "blocks32": _block_passes(8),
-        PACKED: _packed_passes("int8"),
-    },
+    "int8": {"rowq8": (QUANTIZE_INT8, GATHER_BLOCKS), "blocks32": _block_passes(8), PACKED: _packed_passes("int8")},
     "int4": {"blocks32": _block_passes(4), PACKED: _packed_passes("int4")},
     STORED: {"blocks": _block_passes(None), PACKED: _packed_passes("stored")},
 }

@@ -67,10 +67,7 @@ def context_of_source(source: str, model: ModelOptions, wanted: int | None, usua
 
 
 def find_candidates(
-    folder: Path | None,
-    speculators: Sequence[str] = (),
-    names: str | None = None,
-    own: Mapping[str, Any] | None = None,
+    folder: Path | None, speculators: Sequence[str] = (), names: str | None = None, own: Mapping[str, Any] | None = None
 ) -> list[Candidate]:
     """Returns what to compare; plain decoding is the first.
 

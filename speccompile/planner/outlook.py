@@ -120,14 +120,7 @@ def _half_range(pairs: Sequence[Ends]) -> float:
     return fmean((high - low) / (high + low) for low, high in pairs)
 
 
-def best_row(
-    name: str,
-    graphs: Graphs,
-    machine: Machine,
-    acceptance: Acceptance,
-    batch: int,
-    context: int,
-) -> Row:
+def best_row(name: str, graphs: Graphs, machine: Machine, acceptance: Acceptance, batch: int, context: int) -> Row:
     """Returns a method with the K that is expected to be the fastest."""
     ends = machine.at(0), machine.at(1)
     counts = [0] if name == PLAIN else range(1, MAX_DRAFTS + 1)

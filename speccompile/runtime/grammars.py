@@ -44,12 +44,7 @@ class GrammarFault(RuntimeFault):
     """A grammar that was accepted cannot say what may follow."""
 
     def __init__(self, got: str) -> None:
-        super().__init__(
-            GRAMMAR,
-            got[:200],
-            "tokens that may follow",
-            "Simplify the schema or the grammar.",
-        )
+        super().__init__(GRAMMAR, got[:200], "tokens that may follow", "Simplify the schema or the grammar.")
 
 
 class GrammarMatcher:

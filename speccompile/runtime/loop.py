@@ -161,12 +161,7 @@ class Chunk(NamedTuple):
 
 
 def read_chunk(
-    verifier: Verifier,
-    proposer: Proposer,
-    slot: int,
-    alone: SequenceBatch,
-    reads: bool,
-    most: int | None = None,
+    verifier: Verifier, proposer: Proposer, slot: int, alone: SequenceBatch, reads: bool, most: int | None = None
 ) -> Chunk:
     """Reads the next chunk of a prompt. Raises NotFinite: a chunk is not; the slot is cleared."""
     sequence, start = alone.sequences[0], int(verifier.lengths[slot])

@@ -107,11 +107,7 @@ def _text_prompts(
 
 
 def generate(
-    recipe: Recipe,
-    prompts: dict[str, list[Prompt]],
-    folder: Path,
-    padding: int,
-    progress: Callable[[str], None],
+    recipe: Recipe, prompts: dict[str, list[Prompt]], folder: Path, padding: int, progress: Callable[[str], None]
 ) -> dict[str, Rows]:
     """Returns windows of prompts and what the target's bundle writes after them, by a seed and temperature each.
 

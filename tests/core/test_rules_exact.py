@@ -122,11 +122,7 @@ SLOTS: dict[str, tuple[Form, dict[str, object], dict[str, str]]] = {
         RACED,
         {"uniforms[slots, last[slots]])": "uniforms[slots, np.maximum(last[slots] - 1, 0)])"},
     ),
-    "a match on another path is kept": (
-        (-1, 0, 0, 1),
-        RACED,
-        {"links[slots] == last": "links[slots] >= last"},
-    ),
+    "a match on another path is kept": ((-1, 0, 0, 1), RACED, {"links[slots] == last": "links[slots] >= last"}),
     "a draft that lost is taken out, and another race decides": (
         CHAIN[:2],
         RACED,

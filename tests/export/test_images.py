@@ -180,10 +180,7 @@ def test_a_target_without_images_has_no_inputs_for_them(vlm):
 
 @pytest.mark.parametrize(
     ("changes", "got"),
-    [
-        ({"model_type": "llava"}, "a checkpoint of type 'llava'"),
-        ({"vision_config": None}, "without vision_config"),
-    ],
+    [({"model_type": "llava"}, "a checkpoint of type 'llava'"), ({"vision_config": None}, "without vision_config")],
 )
 def test_other_towers_are_refused_by_name(vlm, changes, got):
     config = json.loads((vlm[0] / "config.json").read_text())

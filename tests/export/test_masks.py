@@ -117,11 +117,7 @@ def test_what_a_model_raises_is_a_refusal(fault):
 
 pytest.importorskip("transformers")
 
-from speccompile.export.adapted_models import (  # noqa: E402
-    ADAPTERS,
-    adapt_model,
-    is_adapted,
-)
+from speccompile.export.adapted_models import ADAPTERS, adapt_model, is_adapted  # noqa: E402
 
 
 def layer(name: str, **attributes: object) -> object:

@@ -9,20 +9,8 @@ import pytest
 
 from speccompile.core import registry
 from speccompile.core.registry import METHODS
-from speccompile.recipe.models import (
-    DecodingSection,
-    Section,
-    TargetSection,
-    backend_section,
-    engine_section,
-)
-from speccompile.recipe.training import (
-    GeneratedSection,
-    PlainSection,
-    TextSection,
-    TrainingBase,
-    TrainingSection,
-)
+from speccompile.recipe.models import DecodingSection, Section, TargetSection, backend_section, engine_section
+from speccompile.recipe.training import GeneratedSection, PlainSection, TextSection, TrainingBase, TrainingSection
 
 TENSORRT = backend_section("tensorrt")
 PAGE = (Path(__file__).parents[2] / "docs/reference/recipe.md").read_text()

@@ -138,14 +138,7 @@ def test_kv_rollback_works_in_place(capfd):
 
 
 def test_functions_come_with_what_they_call():
-    assert with_uses(["SampleToken"]) == [
-        "FirstMaxInBlocks",
-        "FirstMax",
-        "Warp",
-        "DrawInBlocks",
-        "Draw",
-        "SampleToken",
-    ]
+    assert with_uses(["SampleToken"]) == ["FirstMaxInBlocks", "FirstMax", "Warp", "DrawInBlocks", "Draw", "SampleToken"]
     assert [f.name for f in functions(["KVRollback"])] == ["KVRollback"]
     assert {f.name for f in functions()} == set(OPS)
 

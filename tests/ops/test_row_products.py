@@ -27,10 +27,7 @@ def check_rows() -> None:
     for inner, columns in SIZES:
         a, b = rng.normal(size=(17, inner)).astype(np.float32), rng.normal(size=(inner, columns)).astype(np.float32)
         heads = rng.normal(size=(2, 3, 9, inner)).astype(np.float32), rng.normal(size=(2, 3, inner, columns))
-        texts = (
-            "MatMul(a, b)",
-            "Gemm<transB = 1, alpha = 0.5>(a, bt, c)",
-        )
+        texts = ("MatMul(a, b)", "Gemm<transB = 1, alpha = 0.5>(a, bt, c)")
         for text in texts:
             graph = f"(float[n, k] a, float[k, m] b, float[m, k] bt, float[m] c) => (float[n, m] y) {{ y = {text} }}"
             model = parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> g {graph}')

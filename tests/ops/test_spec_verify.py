@@ -12,16 +12,7 @@ from onnx.reference import ReferenceEvaluator
 from speccompile.ops.op import DOMAIN
 from speccompile.ops.registry import OPS
 from speccompile.ops.spec_verify import spec_verify
-from tests.core.distribution_lab import (
-    CHAIN,
-    SETTINGS,
-    TREE,
-    decide_by_session,
-    emit,
-    exact_joint,
-    p_value,
-    spread,
-)
+from tests.core.distribution_lab import CHAIN, SETTINGS, TREE, decide_by_session, emit, exact_joint, p_value, spread
 from tests.lab.graphs import open_session
 from tests.ops.op_lab import (
     check_unread_parent,

@@ -48,10 +48,7 @@ def _body_in_place(layer: Layer) -> Run:
     return bound_run(open_session(model_of(layer.op.name, **layer.attributes)), layer)
 
 
-RUNS: dict[str, Callable[[Layer], Run]] = {
-    "twin": lambda layer: layer.twin,
-    "body in place": _body_in_place,
-}
+RUNS: dict[str, Callable[[Layer], Run]] = {"twin": lambda layer: layer.twin, "body in place": _body_in_place}
 each_run = pytest.mark.parametrize("run_of", RUNS.values(), ids=RUNS.keys())
 
 

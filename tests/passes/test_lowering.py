@@ -175,10 +175,7 @@ def projection_model(bias: bool, rotary: bool = True, key_axis_differs: bool = F
 @pytest.mark.parametrize("key_axis_differs", [False, True])
 def test_merging_projections_and_heads_keeps_the_function(bias, rotary, key_axis_differs):
     rng = np.random.default_rng(1)
-    feeds = {
-        "x": rng.standard_normal((2, 5, 10)).astype(np.float32),
-        "positions": rng.integers(0, 32, (2, 5)),
-    }
+    feeds = {"x": rng.standard_normal((2, 5, 10)).astype(np.float32), "positions": rng.integers(0, 32, (2, 5))}
     model = projection_model(bias, rotary, key_axis_differs)
     before = run(model, feeds)
     assert merge_linears(model) == 1

@@ -218,6 +218,6 @@ def test_rows_of_a_tied_grid_have_its_bits():
     assert pack_linears(after, "float") == 1 and pack_embedding(after, "float") == 1
     REMOVE_DEAD.run(after)
     assert sorted(name for name in after.graph.initializers if name.startswith(("w", "table"))) == [
-        *("w.packed", "w.packed.minimums", "w.packed.scales"),
+        *("w.packed", "w.packed.minimums", "w.packed.scales")
     ]
     check(model, after, 0, 0.02)

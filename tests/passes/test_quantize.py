@@ -13,12 +13,7 @@ from speccompile.errors import PassError
 from speccompile.ops.grid import Grid
 from speccompile.passes.attach_grids import attach_grids
 from speccompile.passes.edit import Editor
-from speccompile.passes.quantize_blocks import (
-    in_blocks,
-    levels_from_weight,
-    quantize_blocks,
-    zeros_and_rest,
-)
+from speccompile.passes.quantize_blocks import in_blocks, levels_from_weight, quantize_blocks, zeros_and_rest
 from speccompile.passes.quantize_int8 import int8_from_weight, quantize_int8
 from tests.cpu import least_rows
 from tests.lab.graphs import open_session

@@ -254,11 +254,7 @@ def test_what_is_more_than_a_low_rank_change_is_refused(home, tmp_path):
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({}, {"fan_in_fan_out": True}, r"fan_in_fan_out\): got true"),
         (head, {"modules_to_save": ["lm_head"]}, r"lm_head.weight\): got a whole parameter"),
-        (
-            {f"{stem}.lora_magnitude_vector": torch.ones(64)},
-            {"use_dora": True},
-            "got DoRA",
-        ),
+        ({f"{stem}.lora_magnitude_vector": torch.ones(64)}, {"use_dora": True}, "got DoRA"),
         ({f"{stem}.lora_B.bias": torch.ones(64)}, {"lora_bias": True}, "got lora_bias"),
         (factors({"lm_head": (32, 64)}), {}, r"\(lm_head.weight\): got a change of a table"),
     ]

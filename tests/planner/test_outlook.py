@@ -38,9 +38,7 @@ EAGLE3 = Candidate("head", {"method": "eagle3", "model": "somewhere"})
 
 def text_of(histogram, by_position, num_steps=None):
     steps = sum(histogram) if num_steps is None else num_steps
-    return {
-        "stats": {"num_steps": steps, "acceptance_histogram": histogram, "acceptance_by_position": by_position},
-    }
+    return {"stats": {"num_steps": steps, "acceptance_histogram": histogram, "acceptance_by_position": by_position}}
 
 
 def test_stated_rates_are_a_range_by_position():

@@ -114,11 +114,7 @@ class Guarded:
 
 
 def verify(
-    library: ctypes.CDLL,
-    case: Mapping[str, np.ndarray],
-    *,
-    d2t: np.ndarray | None = None,
-    seed: int = 0,
+    library: ctypes.CDLL, case: Mapping[str, np.ndarray], *, d2t: np.ndarray | None = None, seed: int = 0
 ) -> list[np.ndarray]:
     """SpecVerify by the kernels: path, num_accepted, next_token."""
     batch, nodes, vocab = case["logits"].shape

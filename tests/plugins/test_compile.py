@@ -25,10 +25,7 @@ NVCC = kernels.find_nvcc()
 RUN = subprocess.run
 ARCHS = ("sm_80", "sm_90", "sm_120")
 ENTRIES = {
-    SPEC_VERIFY: {
-        "spec_verify_resolve",
-        *(f"spec_verify_scan_{t}" for t in ("f32", "f16", "bf16")),
-    },
+    SPEC_VERIFY: {"spec_verify_resolve", *(f"spec_verify_scan_{t}" for t in ("f32", "f16", "bf16"))},
     KV_ROLLBACK: {f"kv_rollback_{unit}" for unit in (16, 4, 2)},
 }
 ROOT = Path(__file__).parents[2]

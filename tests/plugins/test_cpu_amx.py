@@ -11,16 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from tests.lab.graphs import open_session
-from tests.plugins.cpu_lab import (
-    has_amx,
-    library,
-    linear_case,
-    linear_model,
-    needs_compiler,
-    rows_for,
-    run,
-    twin_of,
-)
+from tests.plugins.cpu_lab import has_amx, library, linear_case, linear_model, needs_compiler, rows_for, run, twin_of
 from tests.plugins.cpu_mutants import mutated_library
 from tests.plugins.mutants import Mutants, Swap, chosen
 

@@ -15,16 +15,7 @@ from speccompile.ops.op import DOMAIN
 from speccompile.ops.packing import unpack
 from speccompile.ops.registry import OPS
 from tests.lab.graphs import open_session
-from tests.plugins.cpu_lab import (
-    VARIANTS,
-    Arrays,
-    library,
-    library_for,
-    needs_compiler,
-    rows_model,
-    run,
-    twin_of,
-)
+from tests.plugins.cpu_lab import VARIANTS, Arrays, library, library_for, needs_compiler, rows_model, run, twin_of
 
 pytestmark = [needs_compiler, pytest.mark.plan]
 FORMS = ["F32", "Bf16", "Int8", "Int4", "Int8Min", "Int4Min"]

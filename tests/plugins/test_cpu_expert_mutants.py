@@ -35,11 +35,7 @@ MUTANTS: Mutants = {
     "every number of a group is two bytes": (Swap(TILES, "bytes == 4", "false"),),
     "a group ends with every unit": (Swap(TILES, "--units_left == 0", "true"),),
     "scales stay at the first group": (
-        Swap(
-            TILES,
-            "scales += group_bytes, units_left = panel.units_a_group;",
-            "units_left = panel.units_a_group;",
-        ),
+        Swap(TILES, "scales += group_bytes, units_left = panel.units_a_group;", "units_left = panel.units_a_group;"),
     ),
     "minimums stay at the first group": (Swap(TILES, "minimums += group_bytes;", "minimums += 0;"),),
     "levels without their scale times the minimum": (

@@ -46,9 +46,7 @@ MUTANTS: Mutants = {
     "the last group of a row is not completed": (Swap(ROWS, "entry = filler", "entry = 5.f"),),
     "sums of half of a chunk": (
         Swap(
-            ROWS,
-            "sums[part] = add(sums[part], weight);",
-            "if (i < kChunk / 2) sums[part] = add(sums[part], weight);",
+            ROWS, "sums[part] = add(sums[part], weight);", "if (i < kChunk / 2) sums[part] = add(sums[part], weight);"
         ),
     ),
     "no temperature": (Swap(ROWS, "div(load(from + part * kLanes), divisor)", "load(from + part * kLanes)"),),
@@ -101,9 +99,7 @@ MUTANTS: Mutants = {
     ),
     "a whole block passes always": (
         Swap(
-            WALK,
-            "static_cast<double>(slot.accept_draw(path[last].node)) < path[last].weight",
-            "path[last].weight > 0",
+            WALK, "static_cast<double>(slot.accept_draw(path[last].node)) < path[last].weight", "path[last].weight > 0"
         ),
     ),
     "a row is taken for the one before": (Swap(WALK, "kept != last - 1", "kept < last - 2"),),

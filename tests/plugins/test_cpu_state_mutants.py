@@ -27,11 +27,7 @@ MATH, OPS = "cpu/recurrence.h", "cpu/state_ops.h"
 
 MUTANTS: Mutants = {
     "the state does not decay": (
-        Swap(
-            MATH,
-            "mul(columns.read(from + i * from_stride, c), decay)",
-            "columns.read(from + i * from_stride, c)",
-        ),
+        Swap(MATH, "mul(columns.read(from + i * from_stride, c), decay)", "columns.read(from + i * from_stride, c)"),
     ),
     "what a key finds does not decay": (Swap(MATH, "mul(given.sum(c), broadcast(row.decay))", "given.sum(c)"),),
     "odd rows of the state are not asked": (Swap(MATH, "add(even[c], odd[c])", "even[c]"),),

@@ -14,17 +14,7 @@ from speccompile.backends.onnxruntime.state_cases import paths_fault, state_case
 from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TREE_MASK
 from tests.lab.graphs import open_session
 from tests.ops.op_lab import model_of
-from tests.ops.state_lab import (
-    Arrays,
-    Layer,
-    Run,
-    bound_run,
-    conv_layer,
-    delta_layer,
-    fault_of,
-    mask_of,
-    random_step,
-)
+from tests.ops.state_lab import Arrays, Layer, Run, bound_run, conv_layer, delta_layer, fault_of, mask_of, random_step
 from tests.plugins.cpu_lab import library, library_for, needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.plan]

@@ -11,16 +11,7 @@ import pytest
 from speccompile.backends.onnxruntime.engine import FAULTS
 from speccompile.ops.finite_token import finite_token
 from speccompile.ops.spec_verify import spec_verify
-from tests.core.distribution_lab import (
-    CHAIN,
-    SETTINGS,
-    TREE,
-    decide_by_session,
-    emit,
-    exact_joint,
-    p_value,
-    spread,
-)
+from tests.core.distribution_lab import CHAIN, SETTINGS, TREE, decide_by_session, emit, exact_joint, p_value, spread
 from tests.lab.graphs import open_session
 from tests.ops.op_lab import Case, check_unread_parent, model_of, same, verify_case
 from tests.ops.test_finite_token import VALUES, case_of

@@ -28,12 +28,7 @@ BARRIERS: Mutants = {
         Swap(COMMON, "__syncthreads();", WITHOUT, within=": V(0));\n    __syncthreads();\n    return value;\n}\n"),
     ),
     "the tops of other warps are not there": (
-        Swap(
-            DIST,
-            "__syncthreads();",
-            WITHOUT,
-            within="shared.keys[threadIdx.x / WARP] = key;\n    __syncthreads();",
-        ),
+        Swap(DIST, "__syncthreads();", WITHOUT, within="shared.keys[threadIdx.x / WARP] = key;\n    __syncthreads();"),
     ),
     "bins are read while they fill": (
         Swap(DIST, "__syncthreads();", WITHOUT, within="        __syncthreads();\n        u64 before = 0;"),

@@ -68,11 +68,7 @@ def child_command() -> list[str]:
     return [sys.executable, "-m", CHILD]
 
 
-def build_plan(
-    request: BuildRequest,
-    dest: Path,
-    progress: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
+def build_plan(request: BuildRequest, dest: Path, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
     """Builds a plan in a child, which ends with this process and with this call, also at Ctrl-C.
 
     Args:
@@ -104,11 +100,7 @@ def build_plan(
 
 
 def _run(
-    request: BuildRequest,
-    plan: Path,
-    progress: Callable[[str], None] | None,
-    output: Any,
-    scratch: str,
+    request: BuildRequest, plan: Path, progress: Callable[[str], None] | None, output: Any, scratch: str
 ) -> _Child:
     """Start the child and read its events until it ends."""
     reader, writer = os.pipe()

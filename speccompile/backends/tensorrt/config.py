@@ -49,9 +49,7 @@ class Config:
         description="Custom kernels in TensorRT's plans: 'native', or 'none' for standard operators alone.",
     )
     compute_capabilities: tuple[str | float, ...] = parameter(
-        (),
-        check=_check_capabilities,
-        description="GPUs the plans are for, e.g. [12.0]; empty: as the variant chooses.",
+        (), check=_check_capabilities, description="GPUs the plans are for, e.g. [12.0]; empty: as the variant chooses."
     )
     prefill: ProfileConfig = parameter(ProfileConfig(), description="The profile that reads prompts.")
     decode: ProfileConfig = parameter(ProfileConfig(), description="The profile that scores drafts.")

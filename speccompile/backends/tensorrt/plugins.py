@@ -228,7 +228,4 @@ def _creators(trt: ModuleType) -> dict[str, Any]:
             num_caches = values.get(NUM_CACHES, 1)
             return rollback(num_caches, {NUM_CACHES: num_caches})
 
-    return {
-        SPEC_VERIFY: Creator(SPEC_VERIFY, (ABI_FIELD,)),
-        KV_ROLLBACK: Creator(KV_ROLLBACK, (ABI_FIELD, NUM_CACHES)),
-    }
+    return {SPEC_VERIFY: Creator(SPEC_VERIFY, (ABI_FIELD,)), KV_ROLLBACK: Creator(KV_ROLLBACK, (ABI_FIELD, NUM_CACHES))}

@@ -64,11 +64,7 @@ def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profil
     own_rows = max(options.max_rows - spec.rows_written_ahead, 0)
     chunk = max(min(max(PREFILL_CHUNK, spec.image_tokens), own_rows or PREFILL_CHUNK), nodes)
     num_slots = 1 if is_prefill else options.max_slots
-    needed = {
-        "batch": (1, num_slots),
-        "nodes": (1, chunk if is_prefill else nodes),
-        "kv": (1, rows),
-    }
+    needed = {"batch": (1, num_slots), "nodes": (1, chunk if is_prefill else nodes), "kv": (1, rows)}
     scores_one = spec.scores == "one"
     # A draft of chains reads one token at a time once it has caught up; a target scores whole drafts.
     steps_by_one = scores_one or spec.num_candidates == 1

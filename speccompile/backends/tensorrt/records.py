@@ -27,10 +27,7 @@ def machine_name() -> str:
 
 
 def make_record(
-    source: Path,
-    settings: Mapping[str, Any],
-    profiles: Sequence[Profile],
-    built: Mapping[str, Any],
+    source: Path, settings: Mapping[str, Any], profiles: Sequence[Profile], built: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the record of a plan that was just built.
 

@@ -129,9 +129,7 @@ TEXT_PART: Mapping[str, NoOp] = {
 
 IMAGE_URL: Mapping[str, NoOp] = {"detail": NoOp("every image is read at one size", ("auto",))}
 
-STREAM_OPTIONS: Mapping[str, NoOp] = {
-    "include_obfuscation": NoOp("events are not padded", (False,)),
-}
+STREAM_OPTIONS: Mapping[str, NoOp] = {"include_obfuscation": NoOp("events are not padded", (False,))}
 
 
 Item = TypeVar("Item")

@@ -36,12 +36,7 @@ from speccompile.serving.openai.server import DONE, Api, OpenAIServer, event_fro
 MAX_CHOICES = 128  # of one request
 
 
-_GUIDED = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 
 
 class CompletionBody(Sampled):

@@ -83,11 +83,7 @@ WISHES = (
     Tensor("return_finish_reason", "bool"),
 )
 # Of our models, not of TensorRT-LLM's.
-OWN = (
-    Tensor("adapter", "string"),
-    Tensor("speculation", "string"),
-    Tensor("timeout_s", "float32"),
-)
+OWN = (Tensor("adapter", "string"), Tensor("speculation", "string"), Tensor("timeout_s", "float32"))
 TEXT_OUTPUT = Tensor("text_output", "string", (-1,))
 OUTPUT_IDS = Tensor("output_ids", "int32", (-1, -1))
 SEQUENCE_LENGTH = Tensor("sequence_length", "int32", (-1,))

@@ -67,10 +67,7 @@ class EnginePart:
         )
         make_rules = TrtllmRules if settings.rules == "trtllm" else Rules
         self._rules = make_rules(
-            engine.defaults,
-            engine.eos_token_ids,
-            engine.tokenizer,
-            has_batch=int(config["max_batch_size"]) > 0,
+            engine.defaults, engine.eos_token_ids, engine.tokenizer, has_batch=int(config["max_batch_size"]) > 0
         )
         self._known = frozenset(output["name"] for output in config["output"])
         self._inputs = [entry["name"] for entry in config["input"]]

@@ -24,18 +24,7 @@ from speccompile.doctor.decoder_rows import (
 )
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
-from speccompile.doctor.layouts import (
-    Case,
-    Check,
-    Format,
-    Row,
-    Size,
-    Sizes,
-    Target,
-    finding,
-    flag,
-    unchanged,
-)
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag, unchanged
 from speccompile.errors import CheckpointError
 from speccompile.speculators.dflash.drafter import (
     CORRECTED,

@@ -79,11 +79,7 @@ class NgramProposer:
         self.config = config
         self.max_drafts = min(config.num_draft_tokens, context.max_draft_nodes)
         self.budget = Budget(
-            self.max_drafts,
-            self.max_drafts,
-            1,
-            context.costs.get("target"),
-            is_fixed=config.tokens_per_match != "auto",
+            self.max_drafts, self.max_drafts, 1, context.costs.get("target"), is_fixed=config.tokens_per_match != "auto"
         )
         self._prior = SharedPrior(self.max_drafts)
         self._matched: list[int] = []  # match length of each slot of the last step

@@ -28,11 +28,7 @@ def answer(request: dict[str, Any], lines: list[str]) -> dict[str, Any]:
     ends += [parsed.get_output(i) for i in range(parsed.num_outputs)]
     plan = builder.build_serialized_network(parsed, config)
     del parser
-    return {
-        "built": plan is not None,
-        "lines": list(lines),
-        "shape": [t.name for t in ends if t.is_shape_tensor],
-    }
+    return {"built": plan is not None, "lines": list(lines), "shape": [t.name for t in ends if t.is_shape_tensor]}
 
 
 def main() -> None:

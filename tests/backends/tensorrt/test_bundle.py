@@ -232,9 +232,7 @@ def test_wrong_fields_are_refused_before_anything_is_built(recipe, tmp_path, ove
 def test_wrong_profiles_of_a_graph_leave_no_bundle(recipe, tmp_path):
     with pytest.raises(BuildError, match="a range that holds 1 to 8"):
         build(
-            fakes.make_plan(recipe, "engine.tensorrt.decode.nodes=[1,2,4]"),
-            tmp_path / "bundle",
-            cache=StageCache(None),
+            fakes.make_plan(recipe, "engine.tensorrt.decode.nodes=[1,2,4]"), tmp_path / "bundle", cache=StageCache(None)
         )
     assert list(tmp_path.iterdir()) == []
 

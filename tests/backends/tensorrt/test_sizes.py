@@ -43,11 +43,7 @@ DIMS = ModelDims("llama", vocab_size=97, hidden_size=64, num_layers=2, num_heads
 def test_a_target_has_half_caches_of_static_rows_and_one_more_input(dtype):
     plain = verified_spec(decoder_spec("target", DIMS, hidden=True, hidden_layers=(0,)))
     spec = tensorrt_spec(plain, dtype, 72)
-    assert [t.name for t in spec.inputs] == [
-        *[t.name for t in plain.inputs[:-4]],
-        specs.KV_ROWS,
-        *plain.caches,
-    ]
+    assert [t.name for t in spec.inputs] == [*[t.name for t in plain.inputs[:-4]], specs.KV_ROWS, *plain.caches]
     assert spec.input(specs.KV_ROWS) == TensorSpec("kv_rows", ("kv",), "int8")
     for name in plain.caches:
         wanted = TensorSpec(name, ("batch", 2, 72, 16), dtype)

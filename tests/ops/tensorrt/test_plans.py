@@ -29,11 +29,7 @@ WARP: Profile = {"temperature": _rows(), "top_k": _rows(), "top_p": _rows()}
 
 @pytest.mark.parametrize(
     ("form", "low", "high", "dtype"),  # the dtype is that of the logits, which every form reads by the same Cast
-    [
-        ("tokens", 1, 1, "bfloat16"),
-        ("dists", 200, 200, "float16"),
-        ("both", 1, 200, "float16"),
-    ],
+    [("tokens", 1, 1, "bfloat16"), ("dists", 200, 200, "float16"), ("both", 1, 200, "float16")],
 )
 def test_verification_builds(form, low, high, dtype):
     pins = {"vocab": 200, **({"draft_vocab": high} if low == high else {})}

@@ -132,11 +132,7 @@ MUTANTS = {
         "Unsqueeze(float32(weight), [-1]) * target_probs",
         "target_probs",
     ),
-    "block does not look ahead": (
-        "WalkProbs",
-        "Where(nodes == end_alive, weight, pass_inside)",
-        "Identity(weight)",
-    ),
+    "block does not look ahead": ("WalkProbs", "Where(nodes == end_alive, weight, pass_inside)", "Identity(weight)"),
     "block forgets the residual": ("WalkProbs", "Where(is_rest, ", "Where(is_rest & ~is_rest, "),
     "weights forget the draft": ("WalkProbs", "prefix_mass_1 / node_draft_1", "prefix_mass_1"),
     "top_p drops the token at its edge": ("Warp", "is_sure | is_tie & (index <= cut)", "is_sure"),

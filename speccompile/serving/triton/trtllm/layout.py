@@ -62,11 +62,7 @@ def trtllm_models(settings: Settings, max_batch_size: int, kind: str) -> dict[st
         ),
         ENSEMBLE: ModelConfig(ENSEMBLE, text_inputs(), text_outputs(), backend="", steps=ensemble_steps()),
         BLS: ModelConfig(
-            BLS,
-            text_inputs(),
-            text_outputs(),
-            is_decoupled=True,
-            parameters=Settings(part="bls").parameters(),
+            BLS, text_inputs(), text_outputs(), is_decoupled=True, parameters=Settings(part="bls").parameters()
         ),
     }
     return {name: replace(model, max_batch_size=max_batch_size) for name, model in models.items()}
