@@ -35,6 +35,7 @@ class ModelConfig:
     steps: Sequence[Step] = ()
     kind: str = "KIND_CPU"  # where an instance lives: KIND_CPU or KIND_GPU; empty: left to the backend
     num_instances: int = 1
+    num_profiles: int = 0  # of a TensorRT plan; an instance has the first alone unless they are named
     comment: Sequence[str] = ()
 
 
@@ -49,7 +50,9 @@ def text_from_config(config: ModelConfig) -> str:
     if config.kind and not config.steps:
         # Without a list Triton starts an instance for each GPU of the server, and ours would all run on the first.
         gpus = " gpus: [ 0 ]" if (config.kind, config.backend) == ("KIND_GPU", BACKEND) else ""
-        lines.append(f"instance_group [ {{ count: {config.num_instances} kind: {config.kind}{gpus} }} ]")
+        names = ", ".join(f'"{index}"' for index in range(config.num_profiles))
+        profiles = f" profile: [ {names} ]" if names else ""
+        lines.append(f"instance_group [ {{ count: {config.num_instances} kind: {config.kind}{gpus}{profiles} }} ]")
     lines += _tensors("input", config.inputs)
     lines += _tensors("output", config.outputs)
     for key, value in config.parameters.items():

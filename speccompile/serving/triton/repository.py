@@ -217,6 +217,7 @@ def plan_models(bundle: Bundle, prefix: str) -> list[tuple[ModelConfig, list[tup
                 tensors(bundle.graph_spec(name), is_input=False),
                 backend="tensorrt",
                 kind="KIND_GPU",
+                num_profiles=len(bundle.graphs[name].get("tensorrt", {}).get("profiles") or ()),
                 comment=comment(bundle, name),
             ),
             [(PLAN_NAME, bundle.graph_path(name))],

@@ -129,7 +129,10 @@ def plan_bundle(tmp_path):
             "variant": "tensorrt",
             "version": "11.4",
             "plugins": ["SpecVerify", "KVRollback"],
-            "profiles": [{"name": "decode", "sizes": {"batch": [1, 4, 8], "nodes": [1, 9, 17]}}],
+            "profiles": [
+                {"name": "prefill", "sizes": {"batch": [1, 1, 1], "nodes": [1, 64, 128]}},
+                {"name": "decode", "sizes": {"batch": [1, 4, 8], "nodes": [1, 9, 17]}},
+            ],
         },
     }
     manifest = {"graphs": {"target": record}, "recipe": {}, "files": {}}
@@ -141,7 +144,7 @@ def test_a_plan_has_its_specs_tensors(tmp_path):
     [(config, files)] = plan_models(bundle, "mine")
     assert files == [("model.plan", tmp_path / "graphs/target/graph.plan")]
     text = text_from_config(config)
-    assert 'name: "mine_target"' in text and 'backend: "tensorrt"' in text and "KIND_GPU" in text
+    assert 'name: "mine_target"' in text and 'backend: "tensorrt"' in text and 'KIND_GPU profile: [ "0", "1" ]' in text
     for kind, tensors in (("input", spec.inputs), ("output", spec.outputs)):
         wanted = {
             t.name: (TRITON_TYPES[t.dtype], tuple(d if isinstance(d, int) else -1 for d in t.dims), False)
