@@ -74,8 +74,8 @@ def test_a_cache_that_cannot_be_written_is_named_or_done_without(compiled, tmp_p
 
 def test_thread_counts_end_with_all_usable_cpus(monkeypatch):
     for usable, wanted in ((1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6])):
-        monkeypatch.setattr(tune.os, "sched_getaffinity", lambda _, n=usable: set(range(n)))
-        assert tune.thread_counts() == wanted
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, n=usable: set(range(n)))
+        assert tune.thread_counts() == wanted and f" x{usable}" in tune.cpu_name()
 
 
 def test_what_a_graph_takes_turns_with_is_all_in_the_folders_of_the_others(tmp_path):

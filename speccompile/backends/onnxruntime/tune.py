@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import platform
 import subprocess
 import sys
@@ -40,16 +39,16 @@ TRIES = 3  # attempts of a measurement that other work disturbs
 
 
 def cpu_name() -> str:
-    """Returns the model name of the CPU with its core count; a tuning record made on another one is not reused."""
+    """Returns the CPU's model and how many cores this process may use; a tuning record of others is not reused."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
         vector = sorted(
             set(fields.get("flags", "").split()) & {"amx_int8", "avx512_vnni", "avx_vnni", "avx512f", "avx2"}
         )
-        return f"{fields.get('model name', platform.machine())} x{os.cpu_count()} {'+'.join(vector)}".strip()
+        return f"{fields.get('model name', platform.machine())} x{num_usable_cores()} {'+'.join(vector)}".strip()
     except OSError:
-        return f"{platform.processor() or platform.machine()} x{os.cpu_count()}"
+        return f"{platform.processor() or platform.machine()} x{num_usable_cores()}"
 
 
 def thread_counts() -> list[int]:
