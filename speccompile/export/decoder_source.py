@@ -181,5 +181,8 @@ class DecoderSource:
         for name in BY_LAYER:
             if isinstance(held := config.get(name), list):
                 config[name] = held[: self.dims.num_layers]
+        if kinds := config.get("attention_types"):  # GPT-Neo's: kinds, and how often they come
+            every = [kind for group, num in kinds for kind in group * num]
+            config["attention_types"] = [[every[: self.dims.num_layers], 1]]
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         return folder

@@ -100,10 +100,12 @@ def test_lists_of_layers_are_as_long_as_fewer_layers(tmp_path):
     kinds = {
         "mlp_layer_types": ["dense", *["sparse"] * 3],
         "no_rope_layers": [1, 1, 1, 0],
+        "attention_types": [[["global", "local"], 2]],
         "eos_token_id": [1, 2, 3, 4],
     }
     (tmp_path / "recipes/configs/big/config.json").write_text(json.dumps({**CONFIG, **kinds}))
     DecoderSource(made.target, SourceContext("random", 48, 8))._write_config(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["mlp_layer_types"] == ["dense", "sparse", "sparse"] and written["no_rope_layers"] == [1, 1, 1]
+    assert written["attention_types"] == [[["global", "local", "global"], 1]]
     assert written["eos_token_id"] == kinds["eos_token_id"]
