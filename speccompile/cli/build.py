@@ -303,7 +303,7 @@ class PassDump(logging.Handler):
             return
         folder = self._folder / self._stage
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self._number:02}-{name}.txt").write_text(text_from_model(model), encoding="utf-8")
+        (folder / f"{self._number:03}-{name}.txt").write_text(text_from_model(model), encoding="utf-8")
         self._number += 1
 
 

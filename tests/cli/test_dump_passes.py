@@ -43,7 +43,7 @@ def test_each_pass_that_changes_a_graph_is_a_file(run, recipe, tmp_path):
     code, _, err = run("build", recipe, "-o", "made", "--dump-passes", "dump")
     assert code == 0, err
     files = sorted(file.relative_to(tmp_path / "dump").as_posix() for file in (tmp_path / "dump").rglob("*.txt"))
-    names = ("00-start.txt", "01-drop_one.txt")
+    names = ("000-start.txt", "001-drop_one.txt")
     assert files == [f"compile-{graph}/{name}" for graph in ("draft", "target") for name in names]
     texts = [(tmp_path / "dump/compile-target" / name).read_text() for name in names]
     assert [text.count(" = Neg(") for text in texts] == [2, 1]
@@ -56,7 +56,7 @@ def test_each_pass_that_changes_a_graph_is_a_file(run, recipe, tmp_path):
 def test_dumps_differ_line_by_line(run, recipe):
     assert run("build", recipe, "-o", "made", "--dump-passes", "dump")[0] == 0
     folder = "dump/compile-target"
-    code, out, _ = run("inspect", f"{folder}/00-start.txt", "--diff", f"{folder}/01-drop_one.txt")
+    code, out, _ = run("inspect", f"{folder}/000-start.txt", "--diff", f"{folder}/001-drop_one.txt")
     lines = [line for line in out.splitlines() if line.startswith(("-", "+")) and " = Neg(" in line]
     assert code == 0 and len(lines) == 1 and lines[0].startswith("-")
     assert run("inspect", folder, "--diff", "dump/compile-draft")[:2] == (0, NO_DIFFERENCE)
