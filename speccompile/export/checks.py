@@ -25,7 +25,7 @@ def check_decoder(engine: Engine, max_nodes: int) -> dict[str, Any]:
 
 
 def check_target(engine: Engine, max_nodes: int) -> dict[str, Any]:
-    """Decodes a few tokens greedily one by one, then lets one step verify them as a chain of drafts.
+    """Decodes a few tokens greedily one by one, by the first adapter if any, then verifies them as a chain of drafts.
 
     Returns {"num_tokens", "num_equal"}: how many drafted tokens the chain accepted, all where nodes of a step have the
     numbers of single steps (invariant 1); empty where the caches are too small.
@@ -37,16 +37,17 @@ def check_target(engine: Engine, max_nodes: int) -> dict[str, Any]:
         return {}
     prompt, num_tokens = _prompt(engine), min(_NUM_TOKENS, max_nodes)
     first = {specs.TOKENS: prompt, specs.LENGTHS: _int(0), specs.SCORED_NODES: _int([_NUM_PROMPT - 1])}
-    first |= all_sure(engine.spec, 1, _NUM_PROMPT)
+    chosen = {tensor.name: _int(1) for tensor in engine.spec.inputs if tensor.name == specs.ADAPTER}
+    first |= all_sure(engine.spec, 1, _NUM_PROMPT) | chosen
     tokens = [_token(engine, engine.run(first)[specs.NEXT_TOKEN])]
     while len(tokens) < num_tokens:
         length = _NUM_PROMPT + len(tokens) - 1
-        sure = all_sure(engine.spec, 1, 1)
+        sure = all_sure(engine.spec, 1, 1) | chosen
         step = engine.run({specs.TOKENS: _int([tokens[-1]]), specs.LENGTHS: _int(length), **sure})
         tokens.append(_token(engine, step[specs.NEXT_TOKEN]))
     if engine.spec.states:  # they cannot be cut to the prompt
         engine.run(first)
-    chain = engine.run({specs.TOKENS: _int(tokens), specs.LENGTHS: _int(_NUM_PROMPT)})
+    chain = engine.run({specs.TOKENS: _int(tokens), specs.LENGTHS: _int(_NUM_PROMPT)} | chosen)
     num_equal = int(chain[specs.NUM_ACCEPTED][0])
     if not 1 <= num_equal < num_tokens:
         got = f"{num_equal} of {num_tokens - 1} of the target's own tokens accepted"

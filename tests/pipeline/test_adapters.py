@@ -32,6 +32,7 @@ pytest.importorskip("onnxruntime")
 import speccompile  # noqa: E402
 from speccompile import Request, SamplingParams  # noqa: E402
 from speccompile.checkpoints.lora import open_lora  # noqa: E402
+from speccompile.export.checks import check_target  # noqa: E402
 from speccompile.export.lora import merge_lora  # noqa: E402
 from speccompile.serving.openai.app import make_app  # noqa: E402
 from speccompile.serving.openai.server import OpenAIServer, ServerOptions  # noqa: E402
@@ -85,6 +86,14 @@ def bundle(home: Path, request: pytest.FixtureRequest) -> Any:
     plan = fakes.make_plan(home / "recipe.yaml", f"target.quantization={request.param}")
     with store.cheap_stages():
         return build(plan, home / f"out-{request.param}", cache=StageCache(home / "cache"))
+
+
+def test_the_check_of_a_build_chooses_an_adapter(bundle, monkeypatch):
+    target = speccompile.load(bundle.path).verifier.engine
+    fed, run = [], target.run
+    monkeypatch.setattr(target, "run", lambda feeds: fed.append(feeds.get(ADAPTER)) or run(feeds))
+    assert check_target(target, 4)["num_equal"] >= 1
+    assert fed == [1] * 5
 
 
 def test_verify_compares_each_adapter_with_its_merged_model(home, bundle):
