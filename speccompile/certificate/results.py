@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -84,6 +85,7 @@ def certificate_from_checks(bundle: Bundle, checks: Iterable[Check], about: Mapp
         "verdict": verdict_of(rows),
         "checks": [check.json_from_check() for check in rows],
     }
+    found = json.loads(json.dumps(found), parse_constant=lambda name: None)  # JSON has no Infinity
     found["digest"] = digest_from_manifest(found)
     return found
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from speccompile.certificate.page import CHECKS, html_from_certificate, text_from_fact, words_from_key
+from speccompile.certificate.results import Check, certificate_from_checks
 from speccompile.certificate.verify import STEPS
 
 CERTIFICATE = {
@@ -68,3 +70,9 @@ def test_a_phone_gets_rows_as_lists_of_titles_and_values(page):
     assert "@media (max-width: 48rem)" in page and "table, tr, td { display: block; max-width: 100% }" in page
     assert "overflow-wrap: anywhere" in page and "white-space: nowrap" in page
     assert '<td data-of="result">passed</td>' in page and '<td class=n data-of="seconds">12.3</td>' in page
+
+
+def test_a_certificate_is_json_where_a_number_is_infinite():
+    bundle = SimpleNamespace(manifest={"digest": "ab", "files": {}})
+    made = certificate_from_checks(bundle, [Check("caches", "failed", "", {"row_deviation": float("inf")})], {})
+    assert made["checks"][0]["row_deviation"] is None
