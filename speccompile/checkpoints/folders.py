@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -244,8 +243,11 @@ def folder_from_gguf(path: Path) -> Path:
             (scratch / name).write_text(text, encoding="utf-8")
         for name, file in zip(split_names(_link_name(len(files))), files, strict=True):
             (scratch / name).symlink_to(file)
-        with contextlib.suppress(OSError):  # another process has made the same
+        try:
             os.rename(scratch, folder)
+        except OSError:
+            if not folder.is_dir():  # else another process has made the same
+                raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder

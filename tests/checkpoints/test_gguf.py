@@ -46,6 +46,17 @@ def read(path: Path) -> Any:
     return model.eval()
 
 
+def test_an_error_of_the_disk_is_raised(tmp_path, monkeypatch):
+    write_model(tmp_path / "model.gguf", "llama", "F32")
+
+    def full(*paths: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.rename", full)
+    with pytest.raises(OSError, match="No space left"):
+        resolve_checkpoint(str(tmp_path / "model.gguf"))
+
+
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", {"down": "Q6_K", "_q.": "Q4_1", "_v.": "Q5_K", "": "Q4_K"}],
                          ids=["F32", "Q8_0", "mixed"])  # fmt: skip
 @pytest.mark.parametrize("name", MODELS)
