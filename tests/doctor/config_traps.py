@@ -48,6 +48,12 @@ CONFIG_TRAPS: dict[str, Trap] = {
     "an eps as text, inside": unread(
         lab.eagle3_speculators, r"\(rms_norm_eps\): got '1e-5'", transformer_layer_config__rms_norm_eps="1e-5"
     ),
+    "more centroids are chosen than there are": Trap(
+        lab.gemma4_assistant,
+        "gemma4_assistant.heads",
+        "got 4 centroids of 40 tokens; expected at least the 5 that are chosen",
+        config(centroid_intermediate_top_k=5),
+    ),
     "layers named twice": Trap(
         lab.eagle3_deepspec,
         "eagle3.layers",

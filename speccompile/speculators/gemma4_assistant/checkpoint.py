@@ -40,7 +40,11 @@ def _derive(sizes: Sizes) -> None:
 
 
 def _check_heads(case: Case) -> Iterator[Finding]:
-    """Yields a finding where a layer's queries are none that the heads of its kind give."""
+    """Yields findings where queries are none that the heads of a layer's kind give, or there are too few centroids."""
+    num, chosen, vocab = (int(case.sizes[name] or 0) for name in ("num_centroids", "num_chosen", "vocab"))
+    if case.sizes["is_ordered"] and num and (chosen > num or vocab % num):
+        got, expected = f"{num} centroids of {vocab} tokens", f"at least the {chosen} that are chosen, each of as many"
+        yield finding("error", case.where_in_config("num_centroids"), got, expected, "Correct config.json.")
     text = case.config.get("text_config")
     if not isinstance(text, Mapping) or not case.sizes.get("num_layers"):
         return
