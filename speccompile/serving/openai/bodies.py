@@ -135,7 +135,7 @@ STREAM_OPTIONS: Mapping[str, NoOp] = {"include_obfuscation": NoOp("events are no
 Item = TypeVar("Item")
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[int, Field(ge=0)]
-_TOKEN_KEY = re.compile(r"[0-9]{1,10}")
+_TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 _TYPES: Mapping[Kind, Any] = {
     INTEGER: int,

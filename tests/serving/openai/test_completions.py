@@ -170,6 +170,7 @@ def test_a_stream_gives_the_same_text_and_its_usage(app):
         ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"3": 1, "03": 5}}, "logit_bias", "invalid_value"),
         ({"logit_bias": {"1": 101}}, "logit_bias.1", "invalid_value"),
         ({"logit_bias": {"999999": 1}}, "logit_bias", "invalid_value"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),

@@ -153,6 +153,8 @@ def test_trtllm_ids_are_cut_to_length_and_word_lists_decoded():
     assert asked.texts == ("efg",)
     with pytest.raises(RuntimeFault, match="input_lengths: got 9"):
         call(is_trtllm=True, input_ids=numbers(5), input_lengths=numbers(9))
+    with pytest.raises(RuntimeFault, match="stop_words_list: got -1; expected token ids"):
+        call(is_trtllm=True, input_ids=numbers(5), stop_words_list=numbers([1, -1], [2, -1]))
 
 
 def test_word_lists_round_trip():

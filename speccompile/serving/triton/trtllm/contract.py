@@ -177,6 +177,8 @@ def sampling_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 def _joined(words: Sequence[str], lists: Sequence[list[int]], tokenizer: Decoder | None) -> tuple[str, ...]:
     if lists and tokenizer is None:
         raise RuntimeFault("stop_words_list", "words", "a bundle with a tokenizer", "Use end_id.")
+    if wrong := [token for ids in lists for token in ids if token < 0]:
+        raise RuntimeFault("stop_words_list", str(wrong[0]), "token ids", "Correct the request.")
     decoded = [tokenizer.decode(ids) for ids in lists if tokenizer is not None]
     return tuple(dict.fromkeys(word for word in (*words, *decoded) if word))
 
