@@ -207,9 +207,12 @@ def test_requests_share_outputs_only_where_the_recipe_says_so():
     assert drafts_of(told, asked, prompt=1, shared_bytes=10**6) == [[3, 4, 5, 6, 7]]
     # Of a prompt the last `depth` - 1 tokens alone are known to others.
     assert drafts_of(told, asked, depth=3, shared_bytes=10**6) == [[3]]
-    # A sequence that is resumed again has told it already.
-    proposer, sequence = make(shared_bytes=10**6), SimpleNamespace(tokens=told, draft_state=None)
+    # A sequence that is resumed and started again tells it once.
+    proposer = make(shared_bytes=10**6)
+    sequence = SimpleNamespace(tokens=told, draft_state=None, max_drafts=9, grammar=None)
     assert [proposer.resume(0, sequence, num) for num in (6, 4, 5)] == [6, 4, 5]
+    proposer.start(0, sequence)
+    proposer.propose(lone(sequence))
     assert proposer.shared.count([2, 3]) == 1
     # Its own text comes first where both match as well.
     assert drafts_of(told, [1, 2, 3, 0, 1, 2, 3], prompt=1, shared_bytes=10**6)[0][:2] == [3, 0]

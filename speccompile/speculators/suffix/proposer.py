@@ -35,9 +35,9 @@ class SuffixState:
     tree: SuffixTree
     cursor: Cursor
     estimate: AcceptanceEstimate  # acceptance of drafts by the length of the match, which stands in for a rank
-    shared: Cursor | None  # end of its tokens in the tree of all requests; None: there is no such tree
-    num_shared: int  # tokens that the tree of all requests has read, or leaves out: it reads outputs alone
+    num_shared: int  # tokens that the tree of all requests has read, or leaves out
     num_read: int = 0  # tokens that the sequence's own tree has read
+    shared: Cursor | None = None  # end of its tokens in the tree of all requests, which reads them with the first draft
 
 
 class SuffixProposer:
@@ -59,14 +59,11 @@ class SuffixProposer:
         self.offered = self._drafts  # see there
 
     def start(self, slot: int, sequence: TokenSequence) -> None:
-        """Makes an empty tree; that of all requests gets the prompt's end, as outputs are found by what is before."""
-        tree, shared = SuffixTree(self.config.depth, self.config.max_bytes), None
-        if self.shared is not None:
-            shared = self.shared.open()
-            for token in sequence.tokens[1 - self.config.depth :]:
-                self.shared.append(shared, token)
+        """Makes an empty tree; that of all requests reads the prompt's end, as outputs are found by what is before."""
+        tree = SuffixTree(self.config.depth, self.config.max_bytes)
         estimate = AcceptanceEstimate(self._prior, 1.0, self._log_odds)
-        sequence.draft_state = SuffixState(tree, tree.open(), estimate, shared, len(sequence.tokens))
+        left_out = max(len(sequence.tokens) + 1 - self.config.depth, 0)
+        sequence.draft_state = SuffixState(tree, tree.open(), estimate, left_out)
 
     def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """Makes an empty tree once; returns `num_rows`: their tokens are read with the next chunk."""
@@ -117,6 +114,8 @@ class SuffixProposer:
     def _find(self, sequence: TokenSequence, text: list[int], most: int) -> Drafts:
         """Returns the drafts after `text`, tokens of a sequence from its first on: `most` on a path, or none."""
         state, config = sequence.draft_state, self.config
+        if self.shared is not None and state.shared is None:
+            state.shared = self.shared.open()
         self._read(state, text)
         tree, cursor, size = state.tree, state.cursor, state.tree.match(state.cursor)
         if state.shared is not None and self.shared is not None and (length := self.shared.match(state.shared)) > size:
