@@ -67,6 +67,8 @@ class StructuredOutputs:
             value = getattr(self, name)
             if isinstance(value, Mapping):
                 object.__setattr__(self, name, json.dumps(value))
+        if self.reasoning is not None:  # a list, as JSON has it, has no hash
+            object.__setattr__(self, "reasoning", tuple(self.reasoning))
         name, value = given[0], getattr(self, given[0])
         if name == "choice":
             is_right = isinstance(value, list | tuple) and value and all(isinstance(v, str) and v for v in value)

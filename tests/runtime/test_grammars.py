@@ -112,8 +112,9 @@ def test_a_request_has_one_constraint_of_its_type(given, message):
 
 
 def test_a_mapping_is_a_constraint_and_requests_stay_hashable():
-    params = SamplingParams(structured_outputs={"json": {"type": "integer"}})
-    assert params.structured_outputs == StructuredOutputs(json='{"type": "integer"}')
+    params = SamplingParams(structured_outputs={"json": {"type": "integer"}, "reasoning": ["<", ">"]})
+    wanted = StructuredOutputs(json='{"type": "integer"}', reasoning=("<", ">"))
+    assert params.structured_outputs == wanted and hash(params.structured_outputs) == hash(wanted)
     assert hash(params) and params.needs_logits
 
 
