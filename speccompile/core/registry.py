@@ -87,6 +87,10 @@ class Method:
         """Returns the graphs it needs besides the target: by default none."""
         return ()
 
+    def host_ms(self, config: Any) -> float:
+        """Returns what drafting takes of a step besides engines, where `planner.costs.LOOP_S` was measured."""
+        return 0.1
+
     def allows_tokenizer_mismatch(self, config: Any) -> bool:
         """Whether graphs with a tokenizer of their own are built although it is not the target's: by default not."""
         return False

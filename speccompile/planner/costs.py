@@ -13,10 +13,9 @@ A step of n nodes in b sequences with c cache rows each has r = b n rows of acti
 - logits: written by the head and read by the verification, float32.
 - launches: our operators in the fused graph, and those of ONNX Runtime beside them: counted in graphs of this package.
 
-All that a step reads decides from what level of memory it comes.
-Prompts are steps of `PREFILL_CHUNK` nodes. A draft of K tokens takes ceil(K / d) runs of a graph that gives d tokens a
-run. Outside of the engines a step takes `LOOP_S`, with drafts `DRAFTING_S` more, and `RUN_S` a run of a draft, times
-`Machine.host`.
+All that a step reads decides from what level of memory it comes. Prompts are steps of `PREFILL_CHUNK` nodes. A draft of
+K tokens takes ceil(K / d) runs of a graph that gives d tokens a run. Outside of the engines a step takes `LOOP_S`, with
+drafts `Method.host_ms` more, and `RUN_S` a run of a draft, times `Machine.host`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from speccompile.recipe.predict import count_weights, own_cache_bytes, predict_c
 
 OPS_PER_LAYER, OPS_BESIDE = 6, 12  # of ours, and those of the runtime beside all layers
 RUNTIME_OPS = {"states": 32, "experts": 15}  # of ONNX Runtime's, in a layer with these
-LOOP_S, DRAFTING_S, RUN_S = 0.02e-3, 0.1e-3, 0.035e-3  # docs/lab/2026-11-30-planner.md
+LOOP_S, RUN_S = 0.02e-3, 0.035e-3  # docs/lab/2026-11-30-planner.md
 _PRECISIONS = {"none": "float32", "bf16": "bf16", "fp8": "int8", "int8": "int8", "int4": "int4"}
 _PRECISIONS |= {STORED: "int4"}  # most have about 4 bits
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts")
@@ -67,6 +66,7 @@ class GraphCosts:
     num_int8: int = 0  # weights of `counts.num_linear` that have 8 bits beside others of 4: those of a target's LM head
     num_state_layers: int = 0  # of `num_layers`, recurrent ones
     caches: str = CACHES  # `CACHES` or `INT8_CACHES`
+    host_s: float = 1e-4  # of a target: what drafting takes of a step besides engines, see the module
 
     def step_s(self, machine: Machine, nodes: int, batch: int = 1, context: int = 0) -> float:
         """Returns the seconds of a step; see the module."""
@@ -148,6 +148,7 @@ def graphs_of_plan(plan: BuildPlan) -> dict[str, GraphCosts]:
             state_values=sum(one.num_value_heads * one.key_dim * one.value_dim for one in recurrent),
             caches=INT8_CACHES if is_int8 else CACHES,
             num_drafts=source.spec().num_drafts,
+            host_s=registry.method(plan.method).host_ms(plan.speculator) / 1e3,
             weights_bytes=predict_counts(counts, kept, 0, backend, plan.dtype).weights_bytes,
             slot_bytes=slot_bytes,
         )

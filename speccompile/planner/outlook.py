@@ -10,7 +10,7 @@ from statistics import fmean
 from speccompile.errors import RecipeError
 from speccompile.planner.acceptance import Acceptance
 from speccompile.planner.candidates import PLAIN
-from speccompile.planner.costs import DRAFTING_S, LOOP_S, RUN_S, GraphCosts, Graphs, distinct_experts
+from speccompile.planner.costs import LOOP_S, RUN_S, GraphCosts, Graphs, distinct_experts
 from speccompile.planner.machine import BITS, Machine
 from speccompile.planner.traffic import MAX_DRAFTS
 
@@ -85,7 +85,7 @@ def speeds(
         target = graphs[TARGET]
         plain_s = target.step_s(machine, 1, batch, context) + LOOP_S * machine.host
         step_s = target.step_s(machine, num_drafts + 1, batch, context)
-        step_s += machine.host * (LOOP_S + DRAFTING_S * (num_drafts > 0))
+        step_s += machine.host * (LOOP_S + target.host_s * (num_drafts > 0))
         step_s = acceptance.drafted * step_s + (1 - acceptance.drafted) * plain_s
         for graph in (found for name, found in graphs.items() if name != TARGET):
             step_s += graph.drafts_s(machine, num_drafts, batch, context)

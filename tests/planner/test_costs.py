@@ -122,6 +122,18 @@ def test_sizes_come_from_the_plan(tmp_path):
     assert (graph.cache_columns, graph.group, graph.num_layers, graph.vocab_size) == (2 * 2 * 4, 2, 2, 32)
 
 
+def test_a_lookup_takes_the_time_of_its_method(tmp_path):
+    model = str(fakes.make_checkpoint(tmp_path / "big"))
+
+    def host_s(**section):
+        options = ModelOptions(settings=(f"speculator={json.dumps(section)}",))
+        return graphs_of_plan(plan_from_source(model, options))["target"].host_s
+
+    assert 0 < host_s(method="ngram") < host_s(method="suffix")
+    both = host_s(method="hybrid", drafters=[{"method": "ngram"}, {"method": "suffix"}])
+    assert both == pytest.approx(host_s(method="ngram") + host_s(method="suffix"))
+
+
 def test_floats_of_sixteen_bits_are_read_as_they_are_stored(tmp_path):
     model = fakes.make_checkpoint(tmp_path / "big")
     options = ModelOptions(settings=("target.quantization=none", "speculator.method=none"))

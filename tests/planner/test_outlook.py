@@ -22,7 +22,7 @@ from speccompile.planner.acceptance import (
     read_acceptance,
 )
 from speccompile.planner.candidates import Candidate
-from speccompile.planner.costs import DRAFTING_S, LOOP_S, RUN_S, WeightCounts
+from speccompile.planner.costs import LOOP_S, RUN_S, WeightCounts
 from speccompile.planner.machine import find_machine
 from speccompile.planner.outlook import BREAK_EVEN_BATCHES, Row, best_row, choose, rows_of, speeds, step_work
 from speccompile.planner.page import page_of_plan
@@ -192,7 +192,7 @@ def test_the_best_chain_and_the_batches_to_which_it_pays():
 
     def speed(k, rate=0.8):
         engines_s = GRAPH.step_s(MACHINE, k + 1) + DRAFT.drafts_s(MACHINE, k, 1, 0)
-        return expected_length((rate,), k) / (engines_s + MACHINE.host * (LOOP_S + DRAFTING_S + k * RUN_S))
+        return expected_length((rate,), k) / (engines_s + MACHINE.host * (LOOP_S + GRAPH.host_s + k * RUN_S))
 
     stated = Acceptance((0.8,), (0.8,), "stated")
     plain_s = GRAPH.step_s(MACHINE, 1) + MACHINE.host * LOOP_S
@@ -200,7 +200,7 @@ def test_the_best_chain_and_the_batches_to_which_it_pays():
     assert found == pytest.approx(speed(3)) and of_plain == pytest.approx(speed(3) * plain_s)
     assert speeds(GRAPHS, (MACHINE, MACHINE), stated, 0, 1, 0)[0][0] == pytest.approx((1 / plain_s, 1.0))
     seldom = replace(stated, drafted=0.25)  # as of lookups
-    step_s = 0.25 * (GRAPH.step_s(MACHINE, 4) + MACHINE.host * (LOOP_S + DRAFTING_S)) + 0.75 * plain_s
+    step_s = 0.25 * (GRAPH.step_s(MACHINE, 4) + MACHINE.host * (LOOP_S + GRAPH.host_s)) + 0.75 * plain_s
     (found, _), _ = speeds({"target": GRAPH}, (MACHINE, MACHINE), seldom, 3, 1, 0)[0]
     assert found == pytest.approx(expected_length((0.8,), 3) / step_s)
     assert row.tokens_per_s[0] < row.tokens_per_s[1] < speed(row.num_drafts) and row.of_plain[0] > 1

@@ -95,6 +95,9 @@ class HybridMethod(Method):
     def allows_tokenizer_mismatch(self, config: HybridConfig) -> bool:
         return any(method.allows_tokenizer_mismatch(part) for method, part in config.parts)
 
+    def host_ms(self, config: HybridConfig) -> float:
+        return sum(method.host_ms(part) for method, part in config.parts)
+
     def make_proposer(
         self, config: HybridConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> HybridProposer:

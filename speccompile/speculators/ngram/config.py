@@ -50,6 +50,9 @@ class NgramMethod(Method):
     vllm_names = ("ngram_gpu",)
     vllm_keys = MappingProxyType({"prompt_lookup_min": "min_match", "prompt_lookup_max": "max_match"})
 
+    def host_ms(self, config: NgramConfig) -> float:
+        return 0.06
+
     def make_proposer(self, config: NgramConfig, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
         proposer: Proposer = registry.find_class(PROPOSER)(config, context)
         return proposer

@@ -72,6 +72,9 @@ class SuffixMethod(Method):
     )
     default_section = "speccompile.speculators.suffix.config:section_for_target"
 
+    def host_ms(self, config: SuffixConfig) -> float:
+        return 0.16
+
     def make_proposer(self, config: SuffixConfig, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
         proposer: Proposer = registry.find_class(PROPOSER)(config, context)
         return proposer
