@@ -102,7 +102,7 @@ def make_model(shapes: str, *, is_bfloat16: bool) -> ir.Model:
 def open_stack(name: str, shapes: str, rows: list[int], threads: int, library: Path | None, folder: Path) -> Stack:
     model = make_model(shapes, is_bfloat16=name == "own Bf16")
     for entry in PASSES[name]:
-        entry.run(model)
+        entry(model)
     attach_functions(model)
     path = folder / name.replace(" ", "-") / "graph.onnx"
     save_model(model, path)

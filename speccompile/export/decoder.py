@@ -33,37 +33,37 @@ from speccompile.export.trace import trace_module
 from speccompile.export.weights import Weights, check_positions, load_model, name_weights, names_by_address, set_experts
 from speccompile.export.wrapper import DecoderGraph
 from speccompile.graph_kinds.decoder import decoder_spec
-from speccompile.passes.attach_adapters import attach_adapters_pass
-from speccompile.passes.base import Pass, run_pipeline
-from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
-from speccompile.passes.drop_windows import drop_windows_pass
+from speccompile.passes.attach_adapters import attach_adapters
+from speccompile.passes.base import Pass, pass_of, run_pipeline
+from speccompile.passes.cleanup import remove_dead, share_common_subexpressions
+from speccompile.passes.drop_windows import drop_windows
 from speccompile.passes.edit import OPS_DOMAIN, attentions_of, nodes_of, shared_attentions_of
-from speccompile.passes.fold_weights import FOLD_WEIGHTS
-from speccompile.passes.fuse_gelu import FUSE_GELU
-from speccompile.passes.fuse_rms_norm import FUSE_RMS_NORM
-from speccompile.passes.fuse_rope import FUSE_ROPE
-from speccompile.passes.simplify_reshapes import SIMPLIFY_RESHAPES
-from speccompile.passes.split_slices import SPLIT_SLICES
+from speccompile.passes.fold_weights import fold_weights
+from speccompile.passes.fuse_gelu import fuse_gelu
+from speccompile.passes.fuse_rms_norm import fuse_rms_norm
+from speccompile.passes.fuse_rope import fuse_rope
+from speccompile.passes.simplify_reshapes import simplify_reshapes
+from speccompile.passes.split_slices import split_slices
 from speccompile.passes.tabulate_rope import tabulate_rope_pass
-from speccompile.passes.unflatten_linears import UNFLATTEN_LINEARS
+from speccompile.passes.unflatten_linears import unflatten_linears
 
 
 def cleanup_table(max_seq_len: int) -> tuple[Pass, ...]:
     """Returns the passes from torch's trace to the neutral graph, with norms and rotary embeddings as single nodes."""
     return (
-        REMOVE_DEAD,
-        SHARE_COMMON,
-        FUSE_RMS_NORM,
-        FUSE_ROPE,
-        FUSE_GELU,
-        drop_windows_pass(max_seq_len),
+        remove_dead,
+        share_common_subexpressions,
+        fuse_rms_norm,
+        fuse_rope,
+        fuse_gelu,
+        pass_of(drop_windows, max_seq_len),
         tabulate_rope_pass(max_seq_len),
-        UNFLATTEN_LINEARS,
-        SPLIT_SLICES,
-        SIMPLIFY_RESHAPES,
-        FOLD_WEIGHTS,
-        SHARE_COMMON,
-        REMOVE_DEAD,
+        unflatten_linears,
+        split_slices,
+        simplify_reshapes,
+        fold_weights,
+        share_common_subexpressions,
+        remove_dead,
     )
 
 
@@ -124,7 +124,7 @@ def export_decoder(
     say("trace")
     graph = _trace(module, dims, spec)
     name_weights(graph, names)
-    attached = (attach_adapters_pass(stack_factors(adapters)),) if adapters else ()
+    attached = (pass_of(attach_adapters, stack_factors(adapters)),) if adapters else ()
     run_pipeline(graph, (*cleanup_table(max_seq_len), *attached), say)
     _check_attention(graph, dims)
     return graph, dims

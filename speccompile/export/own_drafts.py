@@ -14,22 +14,22 @@ from torch import nn
 from speccompile.core.specs import CHAIN_PROBS, GraphSpec, TensorSpec
 from speccompile.export.trace import trace_draft
 from speccompile.passes.base import Pass
-from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
+from speccompile.passes.cleanup import remove_dead, share_common_subexpressions
 from speccompile.passes.edit import Editor
-from speccompile.passes.fold_weights import FOLD_WEIGHTS
-from speccompile.passes.fuse_rms_norm import FUSE_RMS_NORM
-from speccompile.passes.simplify_reshapes import SIMPLIFY_RESHAPES
-from speccompile.passes.unflatten_linears import UNFLATTEN_LINEARS
+from speccompile.passes.fold_weights import fold_weights
+from speccompile.passes.fuse_rms_norm import fuse_rms_norm
+from speccompile.passes.simplify_reshapes import simplify_reshapes
+from speccompile.passes.unflatten_linears import unflatten_linears
 
 HEADS_CLEANUP: tuple[Pass, ...] = (
-    REMOVE_DEAD,
-    SHARE_COMMON,
-    FUSE_RMS_NORM,
-    UNFLATTEN_LINEARS,
-    SIMPLIFY_RESHAPES,
-    FOLD_WEIGHTS,
-    SHARE_COMMON,
-    REMOVE_DEAD,
+    remove_dead,
+    share_common_subexpressions,
+    fuse_rms_norm,
+    unflatten_linears,
+    simplify_reshapes,
+    fold_weights,
+    share_common_subexpressions,
+    remove_dead,
 )
 
 

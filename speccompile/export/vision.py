@@ -21,21 +21,21 @@ from speccompile.export.trace import trace_module
 from speccompile.export.weights import RANDOM_SEED, check_loading, name_weights, names_by_address
 from speccompile.graph_kinds.decoder import PIXELS
 from speccompile.passes.base import Pass, run_pipeline
-from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
-from speccompile.passes.fold_weights import FOLD_WEIGHTS
-from speccompile.passes.fuse_gelu import FUSE_GELU
-from speccompile.passes.fuse_rms_norm import FUSE_RMS_NORM
-from speccompile.passes.unflatten_linears import UNFLATTEN_LINEARS
+from speccompile.passes.cleanup import remove_dead, share_common_subexpressions
+from speccompile.passes.fold_weights import fold_weights
+from speccompile.passes.fuse_gelu import fuse_gelu
+from speccompile.passes.fuse_rms_norm import fuse_rms_norm
+from speccompile.passes.unflatten_linears import unflatten_linears
 
 _CLEANUP: tuple[Pass, ...] = (
-    REMOVE_DEAD,
-    SHARE_COMMON,
-    FUSE_RMS_NORM,
-    FUSE_GELU,
-    UNFLATTEN_LINEARS,
-    FOLD_WEIGHTS,
-    SHARE_COMMON,
-    REMOVE_DEAD,
+    remove_dead,
+    share_common_subexpressions,
+    fuse_rms_norm,
+    fuse_gelu,
+    unflatten_linears,
+    fold_weights,
+    share_common_subexpressions,
+    remove_dead,
 )
 
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from speccompile.checkpoints.lora import Factors
 from speccompile.core.specs import ADAPTER, SCORED_NODES, TOKENS
 from speccompile.errors import CheckpointError
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input, input_of, nodes_of, weight_of
 from speccompile.passes.match import int_attribute, ints, only_use, rank
 from speccompile.passes.merge_linears import bias_of
@@ -73,10 +73,7 @@ def _insert(model: ir.Model, base: ir.Value, inputs: tuple[ir.Value | None, ...]
         use.node.replace_input_with(use.idx, y)
 
 
-def attach_adapters_pass(factors: Mapping[str, Factors]) -> Pass:
-    return Pass("attach_adapters", lambda model: attach_adapters(model, factors))
-
-
+@as_pass()
 def merge_adapters(model: ir.Model) -> int:
     """Puts one LowRank before each Split of a merged linear whose parts have some; returns their number."""
     count = 0
@@ -123,6 +120,3 @@ def _merge(model: ir.Model, split: ir.Node, merged: ir.Value, found: list[ir.Nod
         for value in values:
             if value is not None and not value.uses():
                 del model.graph.initializers[str(value.name)]
-
-
-MERGE_ADAPTERS = Pass("merge_adapters", merge_adapters)

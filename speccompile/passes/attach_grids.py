@@ -171,10 +171,6 @@ def attach_expert_grids(model: ir.Model, rows: StoredRows) -> int:
     return count
 
 
-def attach_expert_grids_pass(rows: StoredRows) -> Pass:
-    return Pass("attach_expert_grids", lambda model: attach_expert_grids(model, rows))
-
-
 def _tensor(weight: ir.TensorProtocol, rows: StoredRows, part: Part, start: int, name: str) -> ir.LazyTensor:
     shape = (sizes_of(weight)[0], part.num_out)
     if part.kind is not None:
@@ -206,7 +202,3 @@ def _replace(model: ir.Model, node: ir.Node, values: list[tuple[ir.Value, bytes]
     whole = products[0] if len(products) == 1 else edit.op("Concat", *products, axis=-1)
     whole.type, whole.shape = out.type, out.shape
     replace(node, whole)
-
-
-def attach_stored_pass(rows: StoredRows) -> Pass:
-    return Pass("attach_stored", lambda model: attach_stored(model, rows))

@@ -36,8 +36,8 @@ class Pass:
     requires: tuple[Property, ...] = ()
     ensures: tuple[Property, ...] = ()
 
-    def run(self, model: ir.Model) -> int:
-        """Check, rewrite, check."""
+    def __call__(self, model: ir.Model) -> int:
+        """Checks, rewrites and checks; returns the number of rewrites."""
         self._check(model, self.requires, "before", "put the pass that ensures it earlier in the table")
         count = self.rewrite(model)
         self._check(model, self.ensures, "after", "this is a fault of the pass: report it with the model's config")
@@ -48,6 +48,17 @@ class Pass:
             fault = prop.find_fault(model)
             if fault is not None:
                 raise PassError(f"pass {self.name}", f"{when} it ran: {fault}", prop.name, todo)
+
+
+def as_pass(
+    *, requires: tuple[Property, ...] = (), ensures: tuple[Property, ...] = ()
+) -> Callable[[Callable[[ir.Model], int]], Pass]:
+    """Makes the decorated rewrite a pass of its name."""
+    return lambda rewrite: Pass(rewrite.__name__, rewrite, requires, ensures)
+
+
+def pass_of(rewrite: Callable[..., int], *arguments: Any) -> Pass:
+    return Pass(rewrite.__name__, lambda model: rewrite(model, *arguments))
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,7 @@ def run_pipeline(
         if progress is not None:
             progress(entry.name)
         before, start = count_nodes(model), time.perf_counter()
-        num_rewrites = entry.run(model)
+        num_rewrites = entry(model)
         elapsed_ms = (time.perf_counter() - start) * 1e3
         trace = PassTrace(entry.name, num_rewrites, before, count_nodes(model), elapsed_ms)
         _log.debug("%s", trace, extra={"graph": (model, entry.name, num_rewrites)})

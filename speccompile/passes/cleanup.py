@@ -6,9 +6,10 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 
 
+@as_pass()
 def share_common_subexpressions(model: ir.Model) -> int:
     """Merge nodes that compute the same value; returns how many were removed."""
     before = model.graph.num_nodes()
@@ -16,6 +17,7 @@ def share_common_subexpressions(model: ir.Model) -> int:
     return before - model.graph.num_nodes()
 
 
+@as_pass()
 def remove_dead(model: ir.Model) -> int:
     """Remove identities, unused nodes and unused initializers; returns how many were removed."""
     before = model.graph.num_nodes() + len(model.graph.initializers)
@@ -23,7 +25,3 @@ def remove_dead(model: ir.Model) -> int:
     common.RemoveUnusedNodesPass()(model)
     common.RemoveUnusedOpsetsPass()(model)
     return before - model.graph.num_nodes() - len(model.graph.initializers)
-
-
-SHARE_COMMON = Pass("share_common_subexpressions", share_common_subexpressions)
-REMOVE_DEAD = Pass("remove_dead", remove_dead)

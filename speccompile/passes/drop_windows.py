@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from speccompile.passes.base import Pass
 from speccompile.passes.edit import attentions_of, shared_attentions_of
 from speccompile.passes.match import int_attribute
 
@@ -18,7 +17,3 @@ def drop_windows(model: ir.Model, max_seq_len: int) -> int:
     for node in found:
         node.attributes["window"] = ir.AttrInt64("window", 0)
     return len(found)
-
-
-def drop_windows_pass(max_seq_len: int) -> Pass:
-    return Pass("drop_windows", lambda model: drop_windows(model, max_seq_len))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import Editor, nodes_of, replace, sizes_of, weight_of
 from speccompile.passes.match import int_attribute, rank
 
@@ -43,6 +43,7 @@ def routers_of(model: ir.Model) -> set[ir.Node]:
     return found
 
 
+@as_pass()
 def flat_linears(model: ir.Model) -> int:
     """Rewrite every such Gemm that is no router and every router that is a MatMul; returns their number."""
     routers = routers_of(model)
@@ -75,6 +76,3 @@ def _transposed(edit: Editor, value: ir.Value) -> ir.Value:
     assert tensor is not None
     shape = ir.Shape(sizes_of(tensor)[::-1])
     return edit.const(ir.LazyTensor(lambda: ir.tensor(tensor.numpy().T.copy()), tensor.dtype, shape, name=name), name)
-
-
-FLAT_LINEARS = Pass("flat_linears", flat_linears)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import (
     OPS_DOMAIN,
     Editor,
@@ -57,6 +57,7 @@ def _scaled(model: ir.Model, value: ir.Value, scale: float) -> ir.Value:
     return Editor(model).const(ir.LazyTensor(product, tensor.dtype, ir.Shape(sizes_of(tensor)), name=name), name)
 
 
+@as_pass()
 def fold_scale(model: ir.Model) -> int:
     """Fold the scale of every attention of ours whose Q has a projection of its own; returns their number."""
     count = 0
@@ -75,6 +76,3 @@ def fold_scale(model: ir.Model) -> int:
         node.attributes["scale"] = ir.AttrFloat32("scale", 1.0)
         count += 1
     return count
-
-
-FOLD_SCALE = Pass("fold_scale", fold_scale)

@@ -6,10 +6,19 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from speccompile.passes.base import Pass, Property
+from speccompile.passes.base import Property, as_pass
 from speccompile.passes.edit import Editor, replace, weight_of
 
 
+def _find_transposed(model: ir.Model) -> str | None:
+    left = [n for n in model.graph if n.op_type == "Transpose" and weight_of(n.inputs[0]) is not None]
+    return None if not left else f"{left[0].outputs[0].name} is transposed at run time"
+
+
+WEIGHTS_FOLDED = Property("weights_folded", _find_transposed)
+
+
+@as_pass(ensures=(WEIGHTS_FOLDED,))
 def fold_weights(model: ir.Model) -> int:
     """Folds every Transpose of an initializer; returns their number. Tied embeddings keep both views."""
     count = 0
@@ -26,12 +35,3 @@ def fold_weights(model: ir.Model) -> int:
             del model.graph.initializers[value.name]
         count += 1
     return count
-
-
-def _find_transposed(model: ir.Model) -> str | None:
-    left = [n for n in model.graph if n.op_type == "Transpose" and weight_of(n.inputs[0]) is not None]
-    return None if not left else f"{left[0].outputs[0].name} is transposed at run time"
-
-
-WEIGHTS_FOLDED = Property("weights_folded", _find_transposed)
-FOLD_WEIGHTS = Pass("fold_weights", fold_weights, ensures=(WEIGHTS_FOLDED,))

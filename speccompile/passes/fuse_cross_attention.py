@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from speccompile.ops.cross_attention import ROTARY_CROSS_ATTENTION
 from speccompile.passes.attention_mask import window_of
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, nodes_of, replace
 from speccompile.passes.fuse_qkv_attention import Heads, Rotary, heads_of
 from speccompile.passes.match import ints, only_use
@@ -56,12 +56,10 @@ def _fuse(model: ir.Model, match: _Match) -> None:
     model.graph.remove(match.node, safe=True)
 
 
+@as_pass()
 def fuse_cross_attention(model: ir.Model) -> int:
     """Fuse every such CrossAttention; returns their number. Nodes that are then unused stay, for `remove_dead`."""
     matches = [m for node in nodes_of(model, "CrossAttention", OPS_DOMAIN) if (m := _match(node)) is not None]
     for match in matches:
         _fuse(model, match)
     return len(matches)
-
-
-FUSE_CROSS_ATTENTION = Pass("fuse_cross_attention", fuse_cross_attention)

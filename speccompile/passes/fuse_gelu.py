@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import Editor
 from speccompile.passes.match import replace_tree
 from speccompile.passes.rules import Rule
@@ -19,6 +19,7 @@ def _tanh_gelu(op: Any, x: Any) -> Any:
     return op.Mul(op.Mul(x, 0.5), op.Add(op.Tanh(inner), 1.0))
 
 
+@as_pass()
 def fuse_gelu(model: ir.Model) -> int:
     """Fuse every tanh GELU; returns their number."""
     rule = Rule(_tanh_gelu, lambda x: True, root="Mul")
@@ -28,6 +29,3 @@ def fuse_gelu(model: ir.Model) -> int:
         fused.type, fused.shape = node.outputs[0].type, node.outputs[0].shape
         replace_tree(node, fused)
     return len(found)
-
-
-FUSE_GELU = Pass("fuse_gelu", fuse_gelu)

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from speccompile.ops.qkv_attention import QKV_ATTENTION
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, nodes_of, replace
 from speccompile.passes.match import constant, int_attribute, ints, producer, scalar, slice_bounds, static_dim
 from speccompile.passes.merge_heads import TO_HEADS
@@ -247,6 +247,7 @@ def _table(value: ir.Value) -> np.ndarray:
     return array.reshape(array.shape[2:])
 
 
+@as_pass()
 def fuse_growing_attention(model: ir.Model) -> int:
     """Fuse every such attention; returns their number. Nodes that are then unused stay, for `remove_dead`."""
     rule = Rule(_turned, _is_turned, root="Concat")
@@ -260,6 +261,3 @@ def fuse_growing_attention(model: ir.Model) -> int:
         fuser.run(match)
     model.graph.sort()  # a step's nodes may stand before those of the step before it
     return len(fitting)
-
-
-FUSE_GROWING_ATTENTION = Pass("fuse_growing_attention", fuse_growing_attention)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from speccompile.ops.cached_attention import CACHED_ATTENTION, LATENT_ATTENTION
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, nodes_of
 
 
+@as_pass()
 def fuse_latent_attention(model: ir.Model) -> int:
     """Replace every CachedAttention that is given one cache as K and V; returns their number."""
     nodes = [
@@ -31,6 +32,3 @@ def fuse_latent_attention(model: ir.Model) -> int:
             old.replace_all_uses_with(new)
         model.graph.remove(node, safe=True)
     return len(nodes)
-
-
-FUSE_LATENT_ATTENTION = Pass("fuse_latent_attention", fuse_latent_attention)

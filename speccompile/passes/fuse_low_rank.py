@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, nodes_of, replace
 from speccompile.passes.fuse_norm_linears import add_before, epsilon_of
 from speccompile.passes.gates import gate_of
 from speccompile.passes.match import producer, replace_tree, static_dim
 
 
+@as_pass()
 def fuse_low_rank(model: ir.Model) -> int:
     """Fuses every such gate and norm; returns their number."""
     return sum(_fuse_norm(model, node) + _fuse_gate(model, node) for node in nodes_of(model, "LowRank", OPS_DOMAIN))
@@ -45,6 +46,3 @@ def _fuse_norm(model: ir.Model, node: ir.Node) -> int:
     replace(norm, y)
     replace(add, total)
     return 1
-
-
-FUSE_LOW_RANK = Pass("fuse_low_rank", fuse_low_rank)

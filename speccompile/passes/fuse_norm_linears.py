@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from speccompile.ops.packed_linear import PACKED_LINEARS
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, weight_of
 from speccompile.passes.match import int_attribute, only_use, producer, rank, static_dim
 
@@ -82,6 +82,7 @@ def _replace(model: ir.Model, node: ir.Node, new: ir.Value | None) -> None:
     model.graph.remove(node, safe=True)
 
 
+@as_pass()
 def fuse_norm_linears(model: ir.Model) -> int:
     """Fuse every such norm; returns their number."""
     candidates = [n for n in model.graph if n.domain == OPS_DOMAIN and n.op_type in _WITH_NORM]
@@ -92,6 +93,3 @@ def fuse_norm_linears(model: ir.Model) -> int:
             _fuse(model, match)
             count += 1
     return count
-
-
-FUSE_NORM_LINEARS = Pass("fuse_norm_linears", fuse_norm_linears)

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from speccompile.core.specs import IMAGE_NODES, LENGTHS, TREE_MASK
 from speccompile.ops.qkv_attention import QKV_ATTENTION
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, input_of, nodes_of, replace
 from speccompile.passes.match import int_attribute, ints, producer, rank, static_dim
 from speccompile.passes.merge_heads import TO_HEADS
@@ -208,6 +208,7 @@ def _fuse(model: ir.Model, match: _Match, num_rows: ir.Value) -> None:
     replace(node, heads, k_updated, v_updated)
 
 
+@as_pass()
 def fuse_qkv_attention(model: ir.Model) -> int:
     """Fuses every CachedAttention whose Q, K and V are cut from one product; returns their number."""
     rule = _positions_rule(any(value.name == IMAGE_NODES for value in model.graph.inputs))
@@ -222,6 +223,3 @@ def fuse_qkv_attention(model: ir.Model) -> int:
             made[rows] = Editor(model, matches[0].node).op("Shape", cache, start=2, end=3)
         _fuse(model, match, made[rows])
     return len(matches)
-
-
-FUSE_QKV_ATTENTION = Pass("fuse_qkv_attention", fuse_qkv_attention)

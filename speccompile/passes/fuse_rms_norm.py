@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from speccompile.passes.base import Pass, Property
+from speccompile.passes.base import Property, as_pass
 from speccompile.passes.edit import Editor
 from speccompile.passes.match import int_attribute, ints, only_use, operands, rank, replace_tree, scalar, static_dim
 from speccompile.passes.rules import Rule, either
@@ -62,6 +62,16 @@ def _match(rule: Rule, model: ir.Model, node: ir.Node) -> _Match | None:
     return _Match(found["x"], epsilon, scaled or node, weight)
 
 
+def _find_unfused(model: ir.Model) -> str | None:
+    rule = _rule()
+    left = next((n for n in model.graph if rule.match(model, n) is not None), None)
+    return None if left is None else f"{left.outputs[0].name} is an unfused RMS normalisation"
+
+
+RMS_NORM_FUSED = Property("rms_norm_fused", _find_unfused)
+
+
+@as_pass(ensures=(RMS_NORM_FUSED,))
 def fuse_rms_norm(model: ir.Model) -> int:
     """Fuse every RMS normalisation; returns their number."""
     count, rule = 0, _rule()
@@ -79,13 +89,3 @@ def fuse_rms_norm(model: ir.Model) -> int:
         fused.type, fused.shape = match.last.outputs[0].type, match.last.outputs[0].shape
         replace_tree(match.last, fused)
     return count
-
-
-def _find_unfused(model: ir.Model) -> str | None:
-    rule = _rule()
-    left = next((n for n in model.graph if rule.match(model, n) is not None), None)
-    return None if left is None else f"{left.outputs[0].name} is an unfused RMS normalisation"
-
-
-RMS_NORM_FUSED = Property("rms_norm_fused", _find_unfused)
-FUSE_RMS_NORM = Pass("fuse_rms_norm", fuse_rms_norm, ensures=(RMS_NORM_FUSED,))

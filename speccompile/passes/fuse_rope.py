@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from speccompile.passes.base import Pass, Property
+from speccompile.passes.base import Property, as_pass
 from speccompile.passes.edit import Editor
 from speccompile.passes.match import (
     int_attribute,
@@ -142,24 +142,6 @@ def _match(rule: Rule, model: ir.Model, node: ir.Node) -> _Match | None:
     return _Match(node, x, cos, sin, 0)
 
 
-def fuse_rope(model: ir.Model) -> int:
-    """Fuse every rotary embedding; returns their number."""
-    halves: dict[ir.Value, ir.Value] = {}
-    rule, once = _rule(), _halves_rule()
-    matches = [m for node in model.graph if (m := _match(rule, model, node)) is not None]
-    matches += [m for node in model.graph if (m := _match_halves(once, model, node)) is not None]
-    for match in matches:
-        cos, sin = (v if match.is_once else _halve(model, v, halves) for v in (match.cos, match.sin))
-        edit = Editor(model, match.node)
-        attributes: dict[str, Any] = {"interleaved": 0, "num_heads": static_dim(match.x, 1)}
-        if match.rotary_dim:
-            attributes["rotary_embedding_dim"] = match.rotary_dim
-        fused = edit.op("RotaryEmbedding", match.x, cos, sin, **attributes)
-        fused.type, fused.shape = match.node.outputs[0].type, match.node.outputs[0].shape
-        replace_tree(match.node, fused)
-    return len(matches)
-
-
 def _halve(model: ir.Model, value: ir.Value, made: dict[ir.Value, ir.Value]) -> ir.Value:
     """Returns the first half of a doubled value, computed without doubling, at the doubled one's position."""
     if value in made:
@@ -188,4 +170,22 @@ def _find_unfused(model: ir.Model) -> str | None:
 
 
 ROPE_FUSED = Property("rope_fused", _find_unfused)
-FUSE_ROPE = Pass("fuse_rope", fuse_rope, ensures=(ROPE_FUSED,))
+
+
+@as_pass(ensures=(ROPE_FUSED,))
+def fuse_rope(model: ir.Model) -> int:
+    """Fuse every rotary embedding; returns their number."""
+    halves: dict[ir.Value, ir.Value] = {}
+    rule, once = _rule(), _halves_rule()
+    matches = [m for node in model.graph if (m := _match(rule, model, node)) is not None]
+    matches += [m for node in model.graph if (m := _match_halves(once, model, node)) is not None]
+    for match in matches:
+        cos, sin = (v if match.is_once else _halve(model, v, halves) for v in (match.cos, match.sin))
+        edit = Editor(model, match.node)
+        attributes: dict[str, Any] = {"interleaved": 0, "num_heads": static_dim(match.x, 1)}
+        if match.rotary_dim:
+            attributes["rotary_embedding_dim"] = match.rotary_dim
+        fused = edit.op("RotaryEmbedding", match.x, cos, sin, **attributes)
+        fused.type, fused.shape = match.node.outputs[0].type, match.node.outputs[0].shape
+        replace_tree(match.node, fused)
+    return len(matches)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import Editor, nodes_of, replace, sizes_of
 from speccompile.passes.match import int_attribute, only_use, rank
 
@@ -58,6 +58,7 @@ def _rows_of_levels(edit: Editor, product: ir.Node, tokens: ir.Value) -> ir.Valu
     return rows
 
 
+@as_pass()
 def gather_blocks(model: ir.Model) -> int:
     """Replace gathers of the columns of a quantised weight, after `tie_embedding`; returns their number."""
     products = {
@@ -85,6 +86,3 @@ def gather_blocks(model: ir.Model) -> int:
             model.graph.initializers.pop(str(value.name), None)
         count += 1
     return count
-
-
-GATHER_BLOCKS = Pass("gather_blocks", gather_blocks)

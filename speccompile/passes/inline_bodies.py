@@ -6,7 +6,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from speccompile.passes.base import Pass, Property
+from speccompile.passes.base import Property, as_pass
 
 
 def _find_call(model: ir.Model) -> str | None:
@@ -17,12 +17,10 @@ def _find_call(model: ir.Model) -> str | None:
 BODIES_INLINED = Property("no function is called", _find_call)
 
 
+@as_pass(ensures=(BODIES_INLINED,))
 def inline_bodies(model: ir.Model) -> int:
     """Inline every call; returns how many functions were removed."""
     count = len(model.functions)
     common.InlinePass()(model)
     common.ShapeInferencePass()(model)
     return count - len(model.functions)
-
-
-INLINE_BODIES = Pass("inline_bodies", inline_bodies, ensures=(BODIES_INLINED,))

@@ -154,8 +154,4 @@ def check_io(model: ir.Model, spec: GraphSpec) -> int:
     return 0
 
 
-def check_io_pass(spec: GraphSpec) -> Pass:
-    return Pass("check_io", lambda model: check_io(model, spec))
-
-
 _FAULT = "This is a fault of the table: report it with the model's config."

@@ -13,7 +13,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from speccompile.passes.attention_mask import AttentionMasks, size_of, tree_of, window_of
-from speccompile.passes.base import Pass, Property
+from speccompile.passes.base import Property, as_pass
 from speccompile.passes.edit import Editor, attentions_of, replace, shared_attentions_of, sinks_of
 
 
@@ -27,6 +27,7 @@ _ROWS, _END = 2, 2**63 - 1  # the axis of nodes; the end of any axis
 ATTENTION_LOWERED = Property("attention_lowered", _find_neutral)
 
 
+@as_pass(ensures=(ATTENTION_LOWERED,))
 def lower_attention(model: ir.Model) -> int:
     """Lower every attention over the graph's caches; returns their number."""
     nodes, readers = attentions_of(model), shared_attentions_of(model)
@@ -115,6 +116,3 @@ def _cache_of(node: ir.Node) -> ir.Value:
     cache = node.inputs[3]
     assert cache is not None
     return cache
-
-
-LOWER_ATTENTION = Pass("lower_attention", lower_attention, ensures=(ATTENTION_LOWERED,))

@@ -49,11 +49,6 @@ def make_caches_static(model: ir.Model, spec: GraphSpec) -> int:
     return len(spec.caches)
 
 
-def static_caches_pass(spec: GraphSpec) -> Pass:
-    """Returns the pass that makes the caches' rows static: TensorRT updates no other caches in place."""
-    return Pass("make_caches_static", lambda model: make_caches_static(model, spec))
-
-
 @dataclass(frozen=True)
 class AttentionForm:
     """How one CachedAttention is lowered."""

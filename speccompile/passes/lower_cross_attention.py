@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from speccompile.core.specs import KV_ROWS
 from speccompile.passes.attention_mask import HALF_HIDDEN_SCORE, HIDDEN_SCORE, size_of, window_of
-from speccompile.passes.base import Pass, Property
+from speccompile.passes.base import Property, as_pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, nodes_of, replace
 from speccompile.passes.lower_attention_tensorrt import AttentionForm, attend, has_kernel
 
@@ -50,6 +50,7 @@ def _mask(
     return made[limits, group, window]
 
 
+@as_pass(ensures=(CROSS_ATTENTION_LOWERED,))
 def lower_cross_attention(model: ir.Model) -> int:
     """Lower every CrossAttention for ONNX Runtime; returns their number."""
     nodes, made = nodes_of(model, "CrossAttention", OPS_DOMAIN), _Masks()
@@ -68,6 +69,7 @@ def lower_cross_attention(model: ir.Model) -> int:
     return len(nodes)
 
 
+@as_pass(ensures=(CROSS_ATTENTION_LOWERED,))
 def lower_cross_attention_tensorrt(model: ir.Model) -> int:
     """Lowers every CrossAttention for TensorRT over the rows in use (`kv_rows`), or all; returns their number."""
     nodes, made = nodes_of(model, "CrossAttention", OPS_DOMAIN), _Masks()
@@ -90,9 +92,3 @@ def _rows_in_use(model: ir.Model, edit: Editor, k_cache: ir.Value) -> ir.Value:
     rows, axis = (held[KV_ROWS], 0) if KV_ROWS in held else (k_cache, 2)
     found: ir.Value = edit.op("Shape", rows, start=axis, end=axis + 1)
     return found
-
-
-LOWER_CROSS_ATTENTION = Pass("lower_cross_attention", lower_cross_attention, ensures=(CROSS_ATTENTION_LOWERED,))
-LOWER_CROSS_ATTENTION_TENSORRT = Pass(
-    "lower_cross_attention_tensorrt", lower_cross_attention_tensorrt, ensures=(CROSS_ATTENTION_LOWERED,)
-)

@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import Editor, nodes_of, weight_of
 
 TO_HEADS = (0, 2, 1, 3)  # [batch, nodes, heads, head_dim] -> [batch, heads, nodes, head_dim]
@@ -64,6 +64,7 @@ def _attributes(rotary: ir.Node) -> dict[str, Any]:
     return {name: attribute.value for name, attribute in rotary.attributes.items() if name != "num_heads"}
 
 
+@as_pass()
 def merge_heads(model: ir.Model) -> int:
     """Merge the head layout of every split projection; returns how many."""
     merged = 0
@@ -104,6 +105,3 @@ def _merge(model: ir.Model, split: ir.Node, parts: list[_Part]) -> None:
     dead += [node for p in parts for node in (p.transpose, p.reshape)] + [split]
     for node in dead:
         model.graph.remove(node, safe=True)
-
-
-MERGE_HEADS = Pass("merge_heads", merge_heads)

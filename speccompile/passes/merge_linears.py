@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import Editor, sizes_of, weight_of
 
 _Weights = tuple[ir.Value, ...]
@@ -29,6 +29,7 @@ class _Group:
     weights: _Weights
 
 
+@as_pass()
 def merge_linears(model: ir.Model) -> int:
     """Merge MatMuls with weights [in, out] that share their input, and their biases; returns the number of groups."""
     by_source: dict[ir.Value, dict[ir.Value, ir.Node]] = defaultdict(dict)
@@ -145,6 +146,3 @@ class _Merger:
 
         self.made[values, axis] = edit.const(ir.LazyTensor(concat, tensors[0].dtype, ir.Shape(shape), name=name), name)
         return self.made[values, axis]
-
-
-MERGE_LINEARS = Pass("merge_linears", merge_linears)

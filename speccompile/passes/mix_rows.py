@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from speccompile.passes.base import Pass, Property
+from speccompile.passes.base import Property, as_pass
 from speccompile.passes.edit import Editor, nodes_of
 from speccompile.passes.match import int_attribute, ints, only_use, operands, producer, rank, replace_tree, static_dim
 
@@ -78,6 +78,18 @@ def _double_last(model: ir.Model, node: ir.Node) -> None:
     replace_tree(node, out)
 
 
+def _first_left(model: ir.Model) -> str | None:
+    left = next((node for node in nodes_of(model, "ReduceSum") if _find(node) is not None), None)
+    if left is not None:
+        return f"node {left.name} adds over the middle axis"
+    left = next((node for node in nodes_of(model, "MatMul") if _is_batched(node)), None)
+    return None if left is None else f"node {left.name} multiplies one row in another way than several"
+
+
+ROWS_HAVE_THEIR_BITS = Property("rows_have_their_bits", _first_left)
+
+
+@as_pass(ensures=(ROWS_HAVE_THEIR_BITS,))
 def mix_rows(model: ir.Model) -> int:
     """Rewrite every such sum with static parts and width, and every such product; returns their number."""
     batched = [node for node in nodes_of(model, "MatMul") if _is_batched(node)]
@@ -100,15 +112,3 @@ def mix_rows(model: ir.Model) -> int:
         out.type, out.shape = known.node.outputs[0].type, known.node.outputs[0].shape
         replace_tree(known.node, out)
     return len(found) + len(batched)
-
-
-def _first_left(model: ir.Model) -> str | None:
-    left = next((node for node in nodes_of(model, "ReduceSum") if _find(node) is not None), None)
-    if left is not None:
-        return f"node {left.name} adds over the middle axis"
-    left = next((node for node in nodes_of(model, "MatMul") if _is_batched(node)), None)
-    return None if left is None else f"node {left.name} multiplies one row in another way than several"
-
-
-ROWS_HAVE_THEIR_BITS = Property("rows_have_their_bits", _first_left)
-MIX_ROWS = Pass("mix_rows", mix_rows, ensures=(ROWS_HAVE_THEIR_BITS,))

@@ -9,50 +9,50 @@ from dataclasses import replace
 from speccompile.core.jobs import STORED
 from speccompile.core.specs import ADAPTER, GraphSpec, compacted_cache_name
 from speccompile.errors import RecipeError
-from speccompile.passes.attach_adapters import MERGE_ADAPTERS
-from speccompile.passes.attach_grids import Grids, attach_expert_grids_pass, attach_grids_pass, attach_stored_pass
+from speccompile.passes.attach_adapters import merge_adapters
+from speccompile.passes.attach_grids import Grids, attach_expert_grids, attach_grids_pass, attach_stored
 from speccompile.passes.attach_tail import attach_tail
-from speccompile.passes.base import Pass
-from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
+from speccompile.passes.base import Pass, pass_of
+from speccompile.passes.cleanup import remove_dead, share_common_subexpressions
 from speccompile.passes.dense_experts import dense_experts_pass
-from speccompile.passes.flat_linears import FLAT_LINEARS
-from speccompile.passes.fold_scale import FOLD_SCALE
-from speccompile.passes.fuse_cross_attention import FUSE_CROSS_ATTENTION
-from speccompile.passes.fuse_growing_attention import FUSE_GROWING_ATTENTION
-from speccompile.passes.fuse_latent_attention import FUSE_LATENT_ATTENTION
-from speccompile.passes.fuse_low_rank import FUSE_LOW_RANK
-from speccompile.passes.fuse_norm_linears import FUSE_NORM_LINEARS
-from speccompile.passes.fuse_qkv_attention import FUSE_QKV_ATTENTION
-from speccompile.passes.gather_blocks import GATHER_BLOCKS
+from speccompile.passes.flat_linears import flat_linears
+from speccompile.passes.fold_scale import fold_scale
+from speccompile.passes.fuse_cross_attention import fuse_cross_attention
+from speccompile.passes.fuse_growing_attention import fuse_growing_attention
+from speccompile.passes.fuse_latent_attention import fuse_latent_attention
+from speccompile.passes.fuse_low_rank import fuse_low_rank
+from speccompile.passes.fuse_norm_linears import fuse_norm_linears
+from speccompile.passes.fuse_qkv_attention import fuse_qkv_attention
+from speccompile.passes.gather_blocks import gather_blocks
 from speccompile.passes.half_precision import half_precision_pass
-from speccompile.passes.inline_bodies import INLINE_BODIES
+from speccompile.passes.inline_bodies import inline_bodies
 from speccompile.passes.int8_caches import int8_caches_pass
-from speccompile.passes.lint_tensorrt import check_io_pass, lint_pass
-from speccompile.passes.lower_attention import LOWER_ATTENTION
-from speccompile.passes.lower_attention_tensorrt import LOWER_ATTENTION_TENSORRT, static_caches_pass
-from speccompile.passes.lower_cross_attention import LOWER_CROSS_ATTENTION, LOWER_CROSS_ATTENTION_TENSORRT
-from speccompile.passes.merge_heads import MERGE_HEADS
-from speccompile.passes.merge_linears import MERGE_LINEARS
-from speccompile.passes.mix_rows import MIX_ROWS
+from speccompile.passes.lint_tensorrt import check_io, lint_pass
+from speccompile.passes.lower_attention import lower_attention
+from speccompile.passes.lower_attention_tensorrt import LOWER_ATTENTION_TENSORRT, make_caches_static
+from speccompile.passes.lower_cross_attention import lower_cross_attention, lower_cross_attention_tensorrt
+from speccompile.passes.merge_heads import merge_heads
+from speccompile.passes.merge_linears import merge_linears
+from speccompile.passes.mix_rows import mix_rows
 from speccompile.passes.pack_embedding import pack_embedding_pass
 from speccompile.passes.pack_experts import pack_experts_pass
 from speccompile.passes.pack_linears import Weights, pack_linears_pass
 from speccompile.passes.quantize_blocks import quantize_blocks_pass
-from speccompile.passes.quantize_int8 import QUANTIZE_INT8
-from speccompile.passes.quantize_qdq import quantize_qdq_pass, quantize_stored_pass
-from speccompile.passes.rollback import attach_compaction_pass
-from speccompile.passes.shapes_on_device import SHAPES_ON_DEVICE
-from speccompile.passes.spread_late import SPREAD_LATE
+from speccompile.passes.quantize_int8 import quantize_int8
+from speccompile.passes.quantize_qdq import quantize_qdq_pass, quantize_stored
+from speccompile.passes.rollback import attach_compaction
+from speccompile.passes.shapes_on_device import shapes_on_device
+from speccompile.passes.spread_late import spread_late
 from speccompile.passes.stored_rows import StoredRows
-from speccompile.passes.tie_weights import TIE_EMBEDDING, TIE_WEIGHTS
+from speccompile.passes.tie_weights import tie_embedding, tie_weights
 
 
 def _packed_passes(weights: Weights) -> tuple[Pass, ...]:
-    return (pack_linears_pass(weights), pack_embedding_pass(weights), FUSE_NORM_LINEARS)
+    return (pack_linears_pass(weights), pack_embedding_pass(weights), fuse_norm_linears)
 
 
 def _block_passes(bits: int | None) -> tuple[Pass, ...]:
-    return (quantize_blocks_pass(bits), GATHER_BLOCKS)
+    return (quantize_blocks_pass(bits), gather_blocks)
 
 
 # The form that our CPU kernels compute, where there is a library of them.
@@ -62,7 +62,7 @@ PACKED = "packed"
 ORT_QUANTIZATION: dict[str, dict[str, tuple[Pass, ...]]] = {
     "none": {"fp32": (), PACKED: _packed_passes("float")},
     "bf16": {PACKED: _packed_passes("bf16")},
-    "int8": {"rowq8": (QUANTIZE_INT8, GATHER_BLOCKS), "blocks32": _block_passes(8), PACKED: _packed_passes("int8")},
+    "int8": {"rowq8": (quantize_int8, gather_blocks), "blocks32": _block_passes(8), PACKED: _packed_passes("int8")},
     "int4": {"blocks32": _block_passes(4), PACKED: _packed_passes("int4")},
     STORED: {"blocks": _block_passes(None), PACKED: _packed_passes("stored")},
 }
@@ -76,7 +76,7 @@ _ORT_EXPERTS = {
 }
 
 # The passes on CUDA after bodies are attached: without them nodes on the CPU and copies prevent CUDA graphs.
-ORT_CUDA_FINISH = (INLINE_BODIES, SHAPES_ON_DEVICE, REMOVE_DEAD)
+ORT_CUDA_FINISH = (inline_bodies, shapes_on_device, remove_dead)
 
 
 def onnxruntime_table(
@@ -109,36 +109,41 @@ def onnxruntime_table(
     attached: tuple[Pass, ...] = ()
     experts: tuple[Pass, ...] = (_ORT_EXPERTS[quantization],) if is_packed else ()
     if isinstance(grids, StoredRows):
-        attached = (attach_stored_pass(grids),)
-        experts = (attach_expert_grids_pass(grids), *experts) if is_packed else ()
+        attached = (pass_of(attach_stored, grids),)
+        experts = (pass_of(attach_expert_grids, grids), *experts) if is_packed else ()
     elif grids is not None and quantization == "int4":
         attached = (attach_grids_pass(grids),)
     return (
         attach_tail(spec),
-        *((SPREAD_LATE,) if spec.gives_probs else ()),
-        *(() if has_kernels else (LOWER_ATTENTION,)),
-        *((FUSE_CROSS_ATTENTION,) if has_kernels and spec.borrowed else ()),
-        *((LOWER_CROSS_ATTENTION,) if spec.borrowed else ()),
-        MIX_ROWS,
+        *((spread_late,) if spec.gives_probs else ()),
+        *(() if has_kernels else (lower_attention,)),
+        *((fuse_cross_attention,) if has_kernels and spec.borrowed else ()),
+        *((lower_cross_attention,) if spec.borrowed else ()),
+        mix_rows,
         *experts,
-        FLAT_LINEARS,
-        TIE_EMBEDDING,  # a head that is merged with another linear is no table any more
-        MERGE_LINEARS,
-        *((MERGE_ADAPTERS,) if has_adapters else ()),
-        *((FUSE_LATENT_ATTENTION, FUSE_QKV_ATTENTION, FUSE_GROWING_ATTENTION) if has_kernels else ()),
-        MERGE_HEADS,
+        flat_linears,
+        tie_embedding,  # a head that is merged with another linear is no table any more
+        merge_linears,
+        *((merge_adapters,) if has_adapters else ()),
+        *((fuse_latent_attention, fuse_qkv_attention, fuse_growing_attention) if has_kernels else ()),
+        merge_heads,
         *attached,
         *forms[form],
-        *((FUSE_LOW_RANK,) if has_adapters and has_kernels else ()),
+        *((fuse_low_rank,) if has_adapters and has_kernels else ()),
         *((int8_caches_pass(spec),) if int8_caches else ()),
-        SHARE_COMMON,
-        REMOVE_DEAD,
+        share_common_subexpressions,
+        remove_dead,
     )
 
 
 def reference_table(spec: GraphSpec, *, int8_caches: bool = False) -> tuple[Pass, ...]:
     """Returns the passes from a neutral decoder to the reference evaluator: nothing is lowered."""
-    return (attach_tail(spec), *((int8_caches_pass(spec),) if int8_caches else ()), SHARE_COMMON, REMOVE_DEAD)
+    return (
+        attach_tail(spec),
+        *((int8_caches_pass(spec),) if int8_caches else ()),
+        share_common_subexpressions,
+        remove_dead,
+    )
 
 
 def tensorrt_table(
@@ -166,24 +171,24 @@ def tensorrt_table(
     compacts = any(t.name in compacted for t in spec.outputs)
     inner = replace(spec, outputs=tuple(t for t in spec.outputs if t.name not in compacted))
     experts = dense_experts_pass("none" if quantization == STORED else quantization, dtype)
-    linears: tuple[Pass, ...] = (FOLD_SCALE, experts)
+    linears: tuple[Pass, ...] = (fold_scale, experts)
     if rows is not None:  # a scale that is folded into Q's weights would change them
         # Merged weights of half precision are in a plan twice (TensorRT-RTX 1.7.1).
-        merged = () if rows.has_minimums else (MERGE_LINEARS,)
-        linears = (experts, *merged, attach_stored_pass(rows), quantize_stored_pass(dtype, rows), FOLD_SCALE)
+        merged = () if rows.has_minimums else (merge_linears,)
+        linears = (experts, *merged, pass_of(attach_stored, rows), pass_of(quantize_stored, dtype, rows), fold_scale)
     elif quantization not in ("none", STORED):
-        linears += (MERGE_LINEARS, quantize_qdq_pass(quantization, dtype))
+        linears += (merge_linears, quantize_qdq_pass(quantization, dtype))
     return (
         *linears,
-        TIE_WEIGHTS,
+        tie_weights,
         attach_tail(inner),
-        static_caches_pass(inner),
+        pass_of(make_caches_static, inner),
         *(() if dtype == "float32" else (half_precision_pass(inner, dtype),)),
         attention or LOWER_ATTENTION_TENSORRT,
-        *((LOWER_CROSS_ATTENTION_TENSORRT,) if spec.borrowed else ()),
-        *((attach_compaction_pass(spec),) if compacts else ()),
-        SHARE_COMMON,
-        REMOVE_DEAD,
-        check_io_pass(spec),
+        *((lower_cross_attention_tensorrt,) if spec.borrowed else ()),
+        *((pass_of(attach_compaction, spec),) if compacts else ()),
+        share_common_subexpressions,
+        remove_dead,
+        pass_of(check_io, spec),
         lint_pass(plugins),
     )

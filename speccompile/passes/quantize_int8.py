@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import Editor, replace, weight_of
 from speccompile.passes.quantize_qdq import linears_of
 
@@ -42,6 +42,7 @@ class _Rows:
         return self.made[source]
 
 
+@as_pass()
 def quantize_int8(model: ir.Model) -> int:
     """Quantise every linear with constant weights [in, out]; returns their number."""
     rows, nodes = _Rows(model), linears_of(model)
@@ -70,6 +71,3 @@ def quantize_int8(model: ir.Model) -> int:
         if not list(value.uses()):
             del model.graph.initializers[name]
     return len(nodes)
-
-
-QUANTIZE_INT8 = Pass("quantize_int8", quantize_int8)

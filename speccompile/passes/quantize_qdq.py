@@ -197,10 +197,6 @@ def quantize_stored(model: ir.Model, dtype: str, rows: StoredRows) -> int:
     return count
 
 
-def quantize_stored_pass(dtype: str, rows: StoredRows) -> Pass:
-    return Pass("quantize_stored", lambda model: quantize_stored(model, dtype, rows))
-
-
 def quantize_qdq_pass(quantization: str, dtype: str) -> Pass:
     """Returns the pass. Raises RecipeError: no such quantisation, or int4 in float32, which TensorRT does not fuse."""
     if quantization not in QUANTIZED_TYPES:

@@ -10,7 +10,6 @@ import onnx_ir as ir
 
 from speccompile.core import specs
 from speccompile.core.specs import Dim, GraphSpec, compacted_cache_name, updated_cache_name
-from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input, input_of
 
 
@@ -65,7 +64,3 @@ def attach_compaction(model: ir.Model, spec: GraphSpec) -> int:
             compacted[name] = value
     model.graph.outputs.extend(compacted[name] for name in spec.caches)
     return len(compacted)
-
-
-def attach_compaction_pass(spec: GraphSpec) -> Pass:
-    return Pass("attach_compaction", lambda model: attach_compaction(model, spec))

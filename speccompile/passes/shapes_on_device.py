@@ -10,7 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from speccompile.errors import PassError
-from speccompile.passes.base import Pass, Property
+from speccompile.passes.base import Property, as_pass
 from speccompile.passes.edit import Editor
 from speccompile.passes.match import producer as producer_of
 
@@ -76,6 +76,7 @@ def _find_crossing(model: ir.Model) -> str | None:
 NO_CROSSINGS = Property("no number of a shape is copied to the device", _find_crossing)
 
 
+@as_pass(ensures=(NO_CROSSINGS,))
 def shapes_on_device(model: ir.Model) -> int:
     """Inserts a Range for each number that goes from the CPU to the GPU of an inlined model; returns their number.
 
@@ -106,6 +107,3 @@ def _on_device(model: ir.Model, value: ir.Value, producer: ir.Node) -> ir.Value:
     if value.shape is not None and len(value.shape) == 0:
         moved = edit.op("Squeeze", moved)
     return edit.op("Cast", moved, to=ir.DataType.BOOL) if is_bool else moved
-
-
-SHAPES_ON_DEVICE = Pass("shapes_on_device", shapes_on_device, ensures=(NO_CROSSINGS,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import Editor, replace
 from speccompile.passes.match import int_attribute, ints, static_dim
 
@@ -32,6 +32,7 @@ def _is_same(source: ir.Value, result: ir.Value) -> bool:
     return list(source.shape) == list(result.shape) and all(str(d) != "None" for d in result.shape)
 
 
+@as_pass()
 def simplify_reshapes(model: ir.Model) -> int:
     """Makes shapes constant where they follow from the values' dims; returns how many nodes changed or were no-ops."""
     count = 0
@@ -52,6 +53,3 @@ def simplify_reshapes(model: ir.Model) -> int:
         replace(node, new)
         count += 1
     return count
-
-
-SIMPLIFY_RESHAPES = Pass("simplify_reshapes", simplify_reshapes)

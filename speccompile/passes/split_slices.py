@@ -7,11 +7,12 @@ from collections import defaultdict
 
 import onnx_ir as ir
 
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import Editor, replace
 from speccompile.passes.match import slice_bounds, static_dim
 
 
+@as_pass()
 def split_slices(model: ir.Model) -> int:
     """Replace each group of Slices that covers its input exactly; returns the number of groups."""
     groups: dict[tuple[ir.Value, int], list[tuple[int, int, ir.Node]]] = defaultdict(list)
@@ -35,6 +36,3 @@ def split_slices(model: ir.Model) -> int:
             replace(node, value)
         count += 1
     return count
-
-
-SPLIT_SLICES = Pass("split_slices", split_slices)

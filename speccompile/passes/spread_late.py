@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, nodes_of, replace, weight_of
 from speccompile.passes.match import int_attribute, only_use, producer, rank, scalar, static_dim
 
@@ -65,6 +65,7 @@ def _spread_if_sampled(model: ir.Model, node: ir.Node, found: _Spread) -> None:
     node.replace_input_with(0, spread)
 
 
+@as_pass()
 def spread_late(model: ir.Model) -> int:
     """Rewrites each TopTokens and NodeProbs of spread logits; returns their number."""
     count = 0
@@ -79,6 +80,3 @@ def spread_late(model: ir.Model) -> int:
             _spread_if_sampled(model, node, found)
             count += 1
     return count
-
-
-SPREAD_LATE = Pass("spread_late", spread_late)

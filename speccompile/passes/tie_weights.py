@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 
 from speccompile.passes.attach_grids import linears_of, table_of
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import Editor, nodes_of, replace, sizes_of
 from speccompile.passes.match import rank
 
@@ -18,6 +18,7 @@ def _key(array: np.ndarray) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     return int(array.__array_interface__["data"][0]), array.shape, array.strides
 
 
+@as_pass()
 def tie_weights(model: ir.Model) -> int:
     """Replace every such weight; returns their number. Views are found by their address, not compared."""
     matrices = [v for v in model.graph.initializers.values() if _is_matrix(v)]
@@ -46,9 +47,6 @@ def _is_matrix(value: ir.Value) -> bool:
     return not isinstance(tensor, ir.LazyTensor)  # each view of these is a new object
 
 
-TIE_WEIGHTS = Pass("tie_weights", tie_weights)
-
-
 _ROWS_AT_ONCE = 4096
 
 
@@ -64,6 +62,7 @@ def _is_tied(table: ir.Value, value: ir.Value) -> bool:
     return all(np.array_equal(rows[block], columns[:, block].T) for block in (slice(0, 1), *blocks))
 
 
+@as_pass()
 def tie_embedding(model: ir.Model) -> int:
     """Replace each Gather of a table that is a linear's transposed weight by one of columns; returns their number."""
     gathers = [node for node in nodes_of(model, "Gather") if table_of(node) is not None and rank(node.inputs[1])]
@@ -84,6 +83,3 @@ def tie_embedding(model: ir.Model) -> int:
             del model.graph.initializers[table.name]
         count += 1
     return count
-
-
-TIE_EMBEDDING = Pass("tie_embedding", tie_embedding)

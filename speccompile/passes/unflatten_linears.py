@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from speccompile.passes.base import Pass
+from speccompile.passes.base import as_pass
 from speccompile.passes.edit import Editor
 from speccompile.passes.match import int_attribute, only_use, producer, replace_tree, static_dim
 
@@ -25,6 +25,7 @@ def _restored(node: ir.Node, flat: ir.Node) -> ir.Node | None:
     return last if list(shape[:2]) == list(source.shape[:2]) and str(shape[0]) != "None" else None
 
 
+@as_pass()
 def unflatten_linears(model: ir.Model) -> int:
     """Rewrites every such Gemm; returns their number. One without bias that stays flat is a small router, and stays."""
     count = 0
@@ -62,6 +63,3 @@ def _make_linear(model: ir.Model, gemm: ir.Node, last: ir.Node, source: ir.Value
         out = edit.op("Add", out, gemm.inputs[2])
         out.type, out.shape = result.type, result.shape
     replace_tree(last, out)
-
-
-UNFLATTEN_LINEARS = Pass("unflatten_linears", unflatten_linears)

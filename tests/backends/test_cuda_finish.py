@@ -12,9 +12,9 @@ from speccompile.errors import PassError
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.base import run_pipeline
-from speccompile.passes.inline_bodies import INLINE_BODIES
+from speccompile.passes.inline_bodies import inline_bodies
 from speccompile.passes.pipelines import ORT_CUDA_FINISH, onnxruntime_table
-from speccompile.passes.shapes_on_device import NO_CROSSINGS, SHAPES_ON_DEVICE, host_values
+from speccompile.passes.shapes_on_device import NO_CROSSINGS, host_values, shapes_on_device
 from tests.lab.graphs import open_session as session
 
 pytestmark = pytest.mark.export
@@ -71,7 +71,7 @@ def graph_of(nodes, inputs, outputs, **initializers):
     values = [[helper.make_tensor_value_info(*row) for row in rows] for rows in (inputs, outputs)]
     graph = helper.make_graph(nodes, "g", *values, held)
     model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11))
-    INLINE_BODIES.run(model)
+    inline_bodies(model)
     return model
 
 
@@ -91,12 +91,12 @@ def test_a_number_of_a_shape_that_meets_data_goes_through_a_range():
     assert {v.name for v in host_values(model)} == {"size", "last", "is_long"}
     assert NO_CROSSINGS.find_fault(model) is not None
     before, x = session(model), np.array([4, 5, 6])
-    assert SHAPES_ON_DEVICE.run(model) == 2  # `last` once for both of its readers; Expand takes `size` where it is
+    assert shapes_on_device(model) == 2  # `last` once for both of its readers; Expand takes `size` where it is
     assert [n.op_type for n in model.graph].count("Range") == 2
     for values in (x, x[:1]):
         for got, wanted in zip(session(model).run(None, {"x": values}), before.run(None, {"x": values}), strict=True):
             np.testing.assert_array_equal(got, wanted)
-    assert SHAPES_ON_DEVICE.run(model) == 0
+    assert shapes_on_device(model) == 0
 
 
 def test_several_numbers_at_once_are_refused():
@@ -104,4 +104,4 @@ def test_several_numbers_at_once_are_refused():
     inputs = [("x", TensorProto.INT64, ["n", "m"]), ("y", TensorProto.INT64, [2])]
     model = graph_of(nodes, inputs, [("z", TensorProto.INT64, [2])])
     with pytest.raises(PassError, match=r"size .*read by Add; expected one number"):
-        SHAPES_ON_DEVICE.run(model)
+        shapes_on_device(model)

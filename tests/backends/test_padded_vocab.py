@@ -144,7 +144,7 @@ def test_equal_vocabularies_are_left_alone(neutral):
     work = model.clone()
     assert fit_vocab(work, decoder_spec("draft", dims)) == 0
     assert len(work.graph) == len(model.graph)
-    assert attach_tail(candidate_spec(decoder_spec("draft", dims), 1, dists=True)).run(work) == 1
+    assert attach_tail(candidate_spec(decoder_spec("draft", dims), 1, dists=True))(work) == 1
 
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)

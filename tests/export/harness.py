@@ -19,13 +19,13 @@ from speccompile.core import specs
 from speccompile.graph_kinds.decoder import decoder_spec
 from speccompile.ops.registry import attach_functions, reference_ops
 from speccompile.passes.base import run_pipeline
-from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
+from speccompile.passes.cleanup import remove_dead, share_common_subexpressions
 from speccompile.passes.edit import OPS_DOMAIN
-from speccompile.passes.fuse_latent_attention import FUSE_LATENT_ATTENTION
-from speccompile.passes.fuse_qkv_attention import FUSE_QKV_ATTENTION
-from speccompile.passes.lower_attention import LOWER_ATTENTION
-from speccompile.passes.merge_heads import MERGE_HEADS
-from speccompile.passes.merge_linears import MERGE_LINEARS
+from speccompile.passes.fuse_latent_attention import fuse_latent_attention
+from speccompile.passes.fuse_qkv_attention import fuse_qkv_attention
+from speccompile.passes.lower_attention import lower_attention
+from speccompile.passes.merge_heads import merge_heads
+from speccompile.passes.merge_linears import merge_linears
 from tests.lab.weights import randomize
 
 
@@ -125,7 +125,7 @@ class Decoder:
 def lowered(graph: ir.Model) -> ir.Model:
     """The graph as ONNX Runtime gets it, without a tail."""
     work = graph.clone()
-    run_pipeline(work, (LOWER_ATTENTION, MERGE_LINEARS, MERGE_HEADS, SHARE_COMMON, REMOVE_DEAD))
+    run_pipeline(work, (lower_attention, merge_linears, merge_heads, share_common_subexpressions, remove_dead))
     attach_functions(work)
     return work
 
@@ -133,7 +133,9 @@ def lowered(graph: ir.Model) -> ir.Model:
 def with_fused_attention(graph: ir.Model) -> ir.Model:
     """The graph with the attention ops of our CPU kernels and their bodies, without a tail."""
     work = graph.clone()
-    run_pipeline(work, (MERGE_LINEARS, FUSE_LATENT_ATTENTION, FUSE_QKV_ATTENTION, SHARE_COMMON, REMOVE_DEAD))
+    run_pipeline(
+        work, (merge_linears, fuse_latent_attention, fuse_qkv_attention, share_common_subexpressions, remove_dead)
+    )
     attach_functions(work)
     return work
 

@@ -20,12 +20,12 @@ import numpy as np
 from speccompile.errors import CheckpointError, ExportError
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.base import run_pipeline
-from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
-from speccompile.passes.flat_linears import FLAT_LINEARS
-from speccompile.passes.lower_attention import LOWER_ATTENTION
-from speccompile.passes.merge_heads import MERGE_HEADS
-from speccompile.passes.merge_linears import MERGE_LINEARS
-from speccompile.passes.mix_rows import MIX_ROWS
+from speccompile.passes.cleanup import remove_dead, share_common_subexpressions
+from speccompile.passes.flat_linears import flat_linears
+from speccompile.passes.lower_attention import lower_attention
+from speccompile.passes.merge_heads import merge_heads
+from speccompile.passes.merge_linears import merge_linears
+from speccompile.passes.mix_rows import mix_rows
 from tests.export.harness import (
     Decoder,
     chain_parents,
@@ -156,7 +156,10 @@ def largest_difference(decoder: Decoder, model: Any) -> float:
 def chain_difference(graph: Any, dims: Any, batch: int, sizes: Sequence[int] = (2, 4, 9)) -> float:
     """The largest difference between the logits of chains and of single steps on ONNX Runtime, over the largest."""
     work = graph.clone()
-    run_pipeline(work, (LOWER_ATTENTION, MIX_ROWS, FLAT_LINEARS, MERGE_LINEARS, MERGE_HEADS, SHARE_COMMON, REMOVE_DEAD))
+    run_pipeline(
+        work,
+        (lower_attention, mix_rows, flat_linears, merge_linears, merge_heads, share_common_subexpressions, remove_dead),
+    )
     attach_functions(work)
     made = Decoder(work, dims, batch=batch, max_seq=MAX_SEQ_LEN)
     texts = np.random.default_rng(1).integers(3, VOCAB, (batch, 9))

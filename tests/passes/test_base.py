@@ -36,13 +36,13 @@ def test_required_property_is_checked_before_the_rewrite():
     ran: list[int] = []
     entry = Pass("late", lambda m: ran.append(1) or 1, requires=(HAS_NO_NEG,))
     with pytest.raises(PassError, match=r"pass late: got before it ran: a Neg is left; expected no_neg"):
-        entry.run(make_model())
+        entry(make_model())
     assert not ran
 
 
 def test_ensured_property_is_checked_after_the_rewrite():
     with pytest.raises(PassError, match=r"pass lazy: got after it ran: a Neg is left; expected no_neg"):
-        Pass("lazy", lambda m: 0, ensures=(HAS_NO_NEG,)).run(make_model())
+        Pass("lazy", lambda m: 0, ensures=(HAS_NO_NEG,))(make_model())
 
 
 def test_trace_counts_rewrites_and_nodes(caplog):

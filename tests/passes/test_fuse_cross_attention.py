@@ -9,9 +9,9 @@ import pytest
 
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.base import histogram_from_model, run_pipeline
-from speccompile.passes.cleanup import REMOVE_DEAD
+from speccompile.passes.cleanup import remove_dead
 from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input
-from speccompile.passes.fuse_cross_attention import FUSE_CROSS_ATTENTION
+from speccompile.passes.fuse_cross_attention import fuse_cross_attention
 from tests.passes.test_lowering import add_output, empty_model, run
 
 TOLERANCE = 2e-6  # of numbers of order 1, float32
@@ -57,8 +57,8 @@ def layer_model(layer: Layer) -> ir.Model:
 @pytest.mark.parametrize("layer", [Layer(), Layer(rotary_dim=4), Layer(interleaved=1)], ids=str)
 def test_fused_attention_keeps_the_function(layer):
     before, after = layer_model(layer), layer_model(layer)
-    assert FUSE_CROSS_ATTENTION.run(after) == 1
-    run_pipeline(after, (REMOVE_DEAD,))
+    assert fuse_cross_attention(after) == 1
+    run_pipeline(after, (remove_dead,))
     assert histogram_from_model(after) == {f"{OPS_DOMAIN}::RotaryCrossAttention": 1}
     for model in (before, after):
         attach_functions(model)
@@ -80,5 +80,5 @@ def test_fused_attention_keeps_the_function(layer):
 def test_other_attention_is_left_alone(layer):
     model = layer_model(layer)
     before = histogram_from_model(model)
-    assert FUSE_CROSS_ATTENTION.run(model) == 0
+    assert fuse_cross_attention(model) == 0
     assert histogram_from_model(model) == before

@@ -11,9 +11,9 @@ import pytest
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.attention_mask import HIDDEN_SCORE
 from speccompile.passes.base import histogram_from_model, run_pipeline
-from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
+from speccompile.passes.cleanup import remove_dead, share_common_subexpressions
 from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input
-from speccompile.passes.fuse_growing_attention import FUSE_GROWING_ATTENTION
+from speccompile.passes.fuse_growing_attention import fuse_growing_attention
 from tests.passes.test_lowering import add_output, empty_model, run
 
 TOLERANCE = 2e-6  # of numbers of order 1, float32
@@ -137,8 +137,8 @@ FUSED = {
 def test_a_growing_chain_is_fused_and_keeps_the_function(name):
     chain = FUSED[name]
     before, after = chain_model(chain), chain_model(chain)
-    assert FUSE_GROWING_ATTENTION.run(after) == STEPS - chain.first_query
-    run_pipeline(after, (SHARE_COMMON, REMOVE_DEAD))
+    assert fuse_growing_attention(after) == STEPS - chain.first_query
+    run_pipeline(after, (share_common_subexpressions, remove_dead))
     counts = histogram_from_model(after)
     assert counts[f"{OPS_DOMAIN}::RotaryQkvAttention"] == STEPS
     assert not {"MatMul", "Softmax", "Split", "Slice", "Transpose"} & counts.keys()
@@ -164,7 +164,7 @@ def test_a_growing_chain_is_fused_and_keeps_the_function(name):
 )
 def test_other_attention_is_left_alone(chain):
     before, model = histogram_from_model(chain_model(chain)), chain_model(chain)
-    assert FUSE_GROWING_ATTENTION.run(model) == 0
+    assert fuse_growing_attention(model) == 0
     assert histogram_from_model(model) == before
 
 
@@ -173,7 +173,7 @@ def test_what_is_no_rotation_is_left_alone():
     cosines = [n for n in model.graph if n.op_type == "Mul" and n.inputs[1] is model.graph.initializers["cos0"]]
     key = cosines[2]  # the first two rotate the query
     key.replace_input_with(1, Editor(model).const(np.full((1, 1, 1, DIM // 2), 0.5, np.float32), "other"))
-    assert FUSE_GROWING_ATTENTION.run(model) == 0
+    assert fuse_growing_attention(model) == 0
 
 
 def test_a_hidden_score_is_absorbed_and_stays_finite_in_base_2():

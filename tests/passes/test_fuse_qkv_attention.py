@@ -10,9 +10,9 @@ import pytest
 from speccompile.core.specs import LENGTHS, TREE_MASK
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.base import histogram_from_model, run_pipeline
-from speccompile.passes.cleanup import REMOVE_DEAD
+from speccompile.passes.cleanup import remove_dead
 from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input
-from speccompile.passes.fuse_qkv_attention import FUSE_QKV_ATTENTION
+from speccompile.passes.fuse_qkv_attention import fuse_qkv_attention
 from tests.passes.test_lowering import add_output, empty_model, random_tree, run
 
 TOLERANCE = 2e-6  # of numbers of order 1, float32
@@ -107,7 +107,7 @@ def layer_model(layer: Layer) -> ir.Model:
 
 def fused(layer: Layer) -> ir.Model:
     model = layer_model(layer)
-    run_pipeline(model, (FUSE_QKV_ATTENTION, REMOVE_DEAD))
+    run_pipeline(model, (fuse_qkv_attention, remove_dead))
     return model
 
 
@@ -163,7 +163,7 @@ def test_fused_attention_keeps_the_function(name):
 def test_other_attention_is_left_alone(layer):
     before = histogram_from_model(layer_model(layer))
     model = layer_model(layer)
-    assert FUSE_QKV_ATTENTION.run(model) == 0
+    assert fuse_qkv_attention(model) == 0
     assert histogram_from_model(model) == before
 
 
@@ -171,4 +171,4 @@ def test_rotations_that_differ_between_q_and_k_are_left_alone():
     model = layer_model(replace(Layer(), interleaved=0))
     query = next(n for n in model.graph if n.op_type == "RotaryEmbedding")
     query.replace_input_with(1, query.inputs[2])
-    assert FUSE_QKV_ATTENTION.run(model) == 0
+    assert fuse_qkv_attention(model) == 0

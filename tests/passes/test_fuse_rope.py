@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speccompile.errors import PassError
-from speccompile.passes.cleanup import REMOVE_DEAD
-from speccompile.passes.fuse_rope import FUSE_ROPE, fuse_rope
+from speccompile.passes.cleanup import remove_dead
+from speccompile.passes.fuse_rope import fuse_rope
 from speccompile.passes.tabulate_rope import tabulate_rope, tabulate_rope_pass
 from tests.passes.graphs import graph, ops, run
 
@@ -71,11 +71,11 @@ def test_fused_and_tabulated(heads, half, rest, scaling):
     dim = rotary_dim + rest
     model, feeds = rope_model(heads, dim, rotary_dim, scaling), feeds_for(heads, dim)
     before = run(model, feeds)[0]
-    REMOVE_DEAD.run(model)
-    assert FUSE_ROPE.run(model) == 1
+    remove_dead(model)
+    assert fuse_rope(model) == 1
     np.testing.assert_allclose(run(model, feeds)[0], before, atol=TOLERANCE)
-    assert tabulate_rope_pass(MAX_SEQ_LEN).run(model) == 1
-    REMOVE_DEAD.run(model)
+    assert tabulate_rope_pass(MAX_SEQ_LEN)(model) == 1
+    remove_dead(model)
     assert ops(model) == {"RotaryEmbedding": 1}
     node = next(iter(model.graph))
     assert tuple(node.inputs[1].shape) == (MAX_SEQ_LEN, half)
@@ -85,7 +85,7 @@ def test_fused_and_tabulated(heads, half, rest, scaling):
 
 def test_halves_of_unequal_length_are_not_rotated_halves():
     model = rope_model(2, 8, 8, middle=3)
-    REMOVE_DEAD.run(model)
+    remove_dead(model)
     before = ops(model)
     assert fuse_rope(model) == 0
     assert ops(model) == before
@@ -102,9 +102,9 @@ def test_angles_that_are_not_a_function_of_positions_stay():
 
 def test_tables_need_fused_ropes():
     model = rope_model(2, 8, 8)
-    REMOVE_DEAD.run(model)
+    remove_dead(model)
     with pytest.raises(PassError, match=r"pass tabulate_rope: got before it ran: .* is an unfused rotary embedding"):
-        tabulate_rope_pass(MAX_SEQ_LEN).run(model)
+        tabulate_rope_pass(MAX_SEQ_LEN)(model)
 
 
 @pytest.mark.parametrize("angles", ["quarter, quarter", "quarter, other"])
@@ -133,6 +133,6 @@ def test_halves_that_are_rotated_apart_keep_their_angles(angles):
     }
     before = run(model, feeds)[0]
     assert fuse_rope(model) == 1
-    REMOVE_DEAD.run(model)
+    remove_dead(model)
     assert ops(model)["RotaryEmbedding"] == 1
     np.testing.assert_allclose(run(model, feeds)[0], before, atol=TOLERANCE)

@@ -146,7 +146,7 @@ def test_one_mask_serves_all_layers_of_a_window():
 def test_a_table_without_lowering_is_refused():
     late = Pass("late", lambda m: 0, requires=(ATTENTION_LOWERED,))
     with pytest.raises(PassError, match="1 CachedAttention nodes are left"):
-        late.run(attention_model(4, 2, 8, scale=1.0))
+        late(attention_model(4, 2, 8, scale=1.0))
 
 
 def projection_model(bias: bool, rotary: bool = True, key_axis_differs: bool = False) -> ir.Model:

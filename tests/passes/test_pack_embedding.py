@@ -10,7 +10,7 @@ from speccompile.backends.onnxruntime.linear_cases import random_grid
 from speccompile.core.specs import GraphSpec
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.attach_grids import attach_grids, attach_stored
-from speccompile.passes.cleanup import REMOVE_DEAD
+from speccompile.passes.cleanup import remove_dead
 from speccompile.passes.fuse_norm_linears import fuse_norm_linears
 from speccompile.passes.gather_blocks import gather_blocks
 from speccompile.passes.pack_embedding import pack_embedding
@@ -115,7 +115,7 @@ def test_a_head_beside_another_linear_is_still_the_table():
     body = "e = Gather(table, tokens) z = MatMul(e, w) v = MatMul(e, side) u = ReduceSum(v, axis) y = Add(z, u)"
     model = make(body, table=table, w=table.T.copy(), side=numbers(H, 96), axis=np.array([-1]))
     for one in onnxruntime_table(GraphSpec("head", (), ()), "int4", "packed")[1:]:  # without the tail
-        one.run(model)
+        one(model)
     assert ops(model)["PackedRowsInt4"] == 1
     tensors = [value.const_value for value in model.graph.initializers.values()]
     assert sum(tensor.nbytes for tensor in tensors if tensor is not None) < table.nbytes / 2
@@ -216,7 +216,7 @@ def test_rows_of_a_tied_grid_have_its_bits():
     after = model.clone()
     assert tie_embedding(after) == 1 and attach_grids(after, {"w": grid}) == 1
     assert pack_linears(after, "float") == 1 and pack_embedding(after, "float") == 1
-    REMOVE_DEAD.run(after)
+    remove_dead(after)
     assert sorted(name for name in after.graph.initializers if name.startswith(("w", "table"))) == [
         *("w.packed", "w.packed.minimums", "w.packed.scales")
     ]

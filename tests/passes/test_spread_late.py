@@ -8,8 +8,8 @@ import onnxruntime as ort
 import pytest
 
 from speccompile.ops.registry import attach_functions
-from speccompile.passes.cleanup import REMOVE_DEAD
-from speccompile.passes.spread_late import SPREAD_LATE
+from speccompile.passes.cleanup import remove_dead
+from speccompile.passes.spread_late import spread_late
 from tests.passes.graphs import ops
 
 UNKNOWN_LOGIT = -60000.0  # that of speccompile.export.draft_vocab, which imports torch
@@ -51,8 +51,8 @@ def run(model: ir.Model, temperature: float) -> list[np.ndarray]:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_candidates_and_distributions_are_the_same(temperature):
     model = draft()
-    assert SPREAD_LATE.run(model) == 2 and SPREAD_LATE.run(model) == 0
-    assert REMOVE_DEAD.run(model) > 0 and ops(model)["Gather"] == 2
+    assert spread_late(model) == 2 and spread_late(model) == 0
+    assert remove_dead(model) > 0 and ops(model)["Gather"] == 2
     (wanted, sure, dists), got = run(draft(), temperature), run(model, temperature)
     assert got[0].tolist() == wanted.tolist() and got[0][0, 0].tolist() == TOKENS[:3].tolist()
     np.testing.assert_allclose(got[1], sure, rtol=1e-6)  # float32 sums of one order or another
@@ -65,4 +65,4 @@ def test_candidates_and_distributions_are_the_same(temperature):
     ids=["tokens in another order", "a likely fill", "a logit of several tokens", "more candidates than logits"],
 )
 def test_other_spreads_stay(model):
-    assert SPREAD_LATE.run(model) == 0
+    assert spread_late(model) == 0

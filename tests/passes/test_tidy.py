@@ -13,11 +13,11 @@ from speccompile.errors import PassError
 from speccompile.passes.base import Pass
 from speccompile.passes.drop_windows import drop_windows
 from speccompile.passes.edit import Editor
-from speccompile.passes.fold_weights import FOLD_WEIGHTS, WEIGHTS_FOLDED
-from speccompile.passes.fuse_gelu import FUSE_GELU
-from speccompile.passes.simplify_reshapes import SIMPLIFY_RESHAPES
-from speccompile.passes.split_slices import SPLIT_SLICES
-from speccompile.passes.unflatten_linears import UNFLATTEN_LINEARS
+from speccompile.passes.fold_weights import WEIGHTS_FOLDED, fold_weights
+from speccompile.passes.fuse_gelu import fuse_gelu
+from speccompile.passes.simplify_reshapes import simplify_reshapes
+from speccompile.passes.split_slices import split_slices
+from speccompile.passes.unflatten_linears import unflatten_linears
 from tests.passes.graphs import graph, ops, run
 
 ATOL = 2e-6  # float32, values of order 1
@@ -42,11 +42,11 @@ def test_reshapes_with_computed_shapes():
     )
     feeds = {"x": normal(2, 5, 12)}
     before = run(model, feeds)[0]
-    assert SIMPLIFY_RESHAPES.run(model) == 1
+    assert simplify_reshapes(model) == 1
     reshape = next(n for n in model.graph if n.op_type == "Reshape")
     assert reshape.inputs[1].const_value.numpy().tolist() == [0, 0, 3, 4]
     np.testing.assert_array_equal(run(model, feeds)[0], before)
-    assert SIMPLIFY_RESHAPES.run(model) == 0, "a second run finds nothing"
+    assert simplify_reshapes(model) == 0, "a second run finds nothing"
 
 
 def test_reshapes_to_the_same_shape_go():
@@ -58,13 +58,13 @@ def test_reshapes_to_the_same_shape_go():
         }"""
     )
     model.graph[1].outputs[0].shape = model.graph.inputs[0].shape
-    assert SIMPLIFY_RESHAPES.run(model) == 1
+    assert simplify_reshapes(model) == 1
     assert "Reshape" not in ops(model)
 
 
 def test_reshapes_that_need_two_inferred_dims_stay():
     model = graph("""two (float[a, 4] x, int64[3] shape) => (float[b, c, 2] y) { y = Reshape(x, shape) }""")
-    assert SIMPLIFY_RESHAPES.run(model) == 0
+    assert simplify_reshapes(model) == 0
 
 
 @settings(max_examples=25, deadline=None)
@@ -87,8 +87,8 @@ def test_flattened_linears(batch, nodes, width, out, transposed, biased):
     )
     feeds = {"x": normal(batch, nodes, width, seed=2)}
     before = run(model, feeds)[0]
-    assert UNFLATTEN_LINEARS.run(model) == 1
-    FOLD_WEIGHTS.run(model)
+    assert unflatten_linears(model) == 1
+    fold_weights(model)
     assert set(ops(model)) - {"Shape", "Concat"} == {"MatMul", "Add"} if biased else {"MatMul"}
     np.testing.assert_allclose(run(model, feeds)[0], before, atol=ATOL)
 
@@ -103,7 +103,7 @@ def test_gemms_that_are_more_than_a_linear(attributes):
         }}""",
         {"flat_shape": ints(4, 4), "shape": ints(2, 2, 4), "weight": normal(4, 4)},
     )
-    assert UNFLATTEN_LINEARS.run(model) == 0
+    assert unflatten_linears(model) == 0
 
 
 @settings(max_examples=20, deadline=None)
@@ -119,7 +119,7 @@ def test_slices_that_adjoin(sizes, seed):
     )
     feeds = {"x": normal(3, edges[-1])}
     before = run(model, feeds)
-    assert SPLIT_SLICES.run(model) == 1
+    assert split_slices(model) == 1
     assert ops(model) == {"Split": 1, "Neg": len(sizes)}
     for new, old in zip(run(model, feeds), before, strict=True):
         np.testing.assert_array_equal(new, old)
@@ -138,7 +138,7 @@ def test_slices_with_gaps_or_overlaps(edges):
             **{n: ints(e) for n, e in zip(("s0", "e0", "s1", "e1"), edges, strict=True)},
         },
     )
-    assert SPLIT_SLICES.run(model) == 0
+    assert split_slices(model) == 0
 
 
 def gelu_model(factor: float, cubic: float) -> ir.Model:
@@ -166,14 +166,14 @@ def gelu_model(factor: float, cubic: float) -> ir.Model:
 def test_tanh_gelu():
     model, feeds = gelu_model(math.sqrt(2 / math.pi), 0.044715), {"x": np.linspace(-6, 6, 101, dtype=np.float32)}
     before = run(model, feeds)[0]
-    assert FUSE_GELU.run(model) == 1
+    assert fuse_gelu(model) == 1
     assert ops(model) == {"Gelu": 1}
     np.testing.assert_allclose(run(model, feeds)[0], before, atol=ATOL)
 
 
 @pytest.mark.parametrize(("factor", "cubic"), [(0.8, 0.044715), (math.sqrt(2 / math.pi), 0.05)])
 def test_other_constants_are_another_function(factor, cubic):
-    assert FUSE_GELU.run(gelu_model(factor, cubic)) == 0
+    assert fuse_gelu(gelu_model(factor, cubic)) == 0
 
 
 def test_transposed_weights_are_views():
@@ -187,7 +187,7 @@ def test_transposed_weights_are_views():
     )
     feeds = {"x": normal(2, 3), "rows": ints(4, 0)}
     before = run(model, feeds)
-    assert FOLD_WEIGHTS.run(model) == 1
+    assert fold_weights(model) == 1
     assert ops(model) == {"MatMul": 1, "Gather": 1}
     held = model.graph.initializers
     assert np.shares_memory(held["weight"].const_value.numpy(), held["weight.transposed"].const_value.numpy())
@@ -201,12 +201,12 @@ def test_the_property_sees_transposed_weights():
     )
     idle = Pass("idle", lambda m: 0, ensures=(WEIGHTS_FOLDED,))
     with pytest.raises(PassError, match="w is transposed at run time"):
-        idle.run(model)
+        idle(model)
 
 
 def test_transposed_activations_stay():
     model = graph("t (float[a, 3] x) => (float[3, a] y) { y = Transpose(x) }")
-    assert FOLD_WEIGHTS.run(model) == 0
+    assert fold_weights(model) == 0
 
 
 @pytest.mark.parametrize(("window", "left"), [(15, 15), (16, 0), (4096, 0), (0, 0)])
