@@ -78,8 +78,20 @@ def _kept_chains(vocab: int) -> Case:
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return host_lab.build_watched(host_lab.PLUGINS, tmp_path_factory.mktemp("watched"))
+def mutated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a watched library with all mutants."""
+    folder = tmp_path_factory.mktemp("mutated")
+    write_mutants(folder / "plugins", MUTANTS)
+    host_lab.build_watched(folder / "plugins", folder)
+    return folder
+
+
+@pytest.fixture
+def watched(mutated: Path) -> ctypes.CDLL:
+    """The library, none of whose mutants is chosen."""
+    library = host_lab.load_watched(mutated)
+    host_lab.races(library)
+    return library
 
 
 def test_there_are_no_races(watched):
@@ -105,15 +117,6 @@ def test_there_are_none_with_a_map(watched):
     assert num_races == 0
 
 
-@pytest.fixture(scope="module")
-def mutated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a watched library with all mutants."""
-    folder = tmp_path_factory.mktemp("mutated")
-    write_mutants(folder / "plugins", MUTANTS)
-    host_lab.build_watched(folder / "plugins", folder)
-    return folder
-
-
 def _barrier_cases() -> Iterator[Case]:
     for warp in ({}, {"top_k": 50}, {"top_p": 0.9}):
         yield wide_case(np.random.default_rng(3), 5003, 2, TREE, spread=1.0, dtype="float32", **warp)
@@ -130,18 +133,14 @@ def _num_races(library: ctypes.CDLL) -> int:
     return 0
 
 
-def test_no_barrier_is_missing_where_no_mutant_is_chosen(mutated):
-    library = host_lab.load_watched(mutated)
-    host_lab.races(library)
-    assert _num_races(library) == 0
+def test_no_barrier_is_missing_where_no_mutant_is_chosen(watched):
+    assert _num_races(watched) == 0
 
 
 @pytest.mark.parametrize("barrier", BARRIERS)
-def test_a_missing_barrier_is_noticed(barrier, mutated):
-    library = host_lab.load_watched(mutated)
-    host_lab.races(library)
-    with chosen(library, MUTANTS, barrier):
-        assert _num_races(library) > 0
+def test_a_missing_barrier_is_noticed(barrier, watched):
+    with chosen(watched, MUTANTS, barrier):
+        assert _num_races(watched) > 0
 
 
 @pytest.mark.parametrize("is_split", [False, True])
