@@ -49,6 +49,7 @@ def test_too_few_layers_are_refused_but_for_random_weights(tmp_path):
     assert layers_of_target(str(tmp_path), None, None, 4, "random") == (0, 2, 3)
 
 
+@pytest.mark.export
 @pytest.mark.parametrize("layers", [(0, 2, 4), (1, 2, 3), (2, 0, 4)])
 def test_a_drafter_is_built_for_the_layers_that_it_was_trained_on(layers):
     torch = pytest.importorskip("torch")
