@@ -19,7 +19,7 @@ import pytest
 
 pytestmark = pytest.mark.live
 ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "examples/models/pycode-16m"
+MODEL = ROOT / "examples/models/pycode-16m-draft"
 PROMPT = "def add(a, b):"
 
 
