@@ -172,6 +172,14 @@ def labels_of(tokens: torch.Tensor, roots: torch.Tensor, num: int) -> torch.Tens
     return torch.where(ahead < nodes, rows * nodes + ahead, -1).flatten(0, 1)
 
 
+def cut_chains(tokens: torch.Tensor, states: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns states [batch, nodes, width] as chains of `num`, and their labels, -1 where the last is longer."""
+    count, nodes = tokens.shape
+    roots = torch.arange(0, nodes, num, device=tokens.device).expand(count, -1)
+    whole = nn.functional.pad(states, (0, 0, 0, -nodes % num))
+    return whole.reshape(-1, num, states.shape[-1]), labels_of(tokens, roots, num)
+
+
 @torch.no_grad()
 def greedy_chain(
     advance: Advance,

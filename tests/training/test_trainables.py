@@ -99,6 +99,16 @@ def best(drafted, row, depth):
     return int(index if drafted.d2t is None else drafted.d2t[index])
 
 
+@pytest.mark.parametrize("chain", [3, 40])
+@pytest.mark.parametrize("method", ["draft_model", "early_exit"])
+def test_every_position_of_a_text_is_trained(method, chain, make, model):
+    trainable, needs = make(method, chain=chain)
+    tokens = torch.randint(3, model.dims.vocab_size, (2, NODES), generator=torch.Generator().manual_seed(0))
+    drafted = trainable(batch_from_outputs(tokens, model.run(tokens, needs), 0))
+    assert drafted.states.shape[:2] == drafted.labels.shape == (2 * -(-NODES // chain), chain)
+    assert drafted.labels[drafted.labels >= 0].tolist() == list(range(2 * NODES))
+
+
 @pytest.mark.parametrize(("method", "heads"), CASES)
 def test_the_file_comes_back(method, heads, make, model, tmp_path):
     trainable, needs = make(method, **heads)

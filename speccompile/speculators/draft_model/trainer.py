@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_dims
 from speccompile.checkpoints.model_config import read_model_config
 from speccompile.errors import CheckpointError
+from speccompile.export.chains import cut_chains
 from speccompile.export.weights import read_weights
 from speccompile.speculators.draft_model.config import DraftModelTraining
 from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
@@ -30,15 +31,9 @@ class TrainableDraft(nn.Module):
         self.model, self.target, self.num_positions = model, target, chain
 
     def forward(self, batch: TrainingBatch) -> Drafted:
-        """Returns the text's positions, cut into chains."""
-        count, nodes = batch.tokens.shape
-        whole = nodes // self.num_positions * self.num_positions
-        states = self.model.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state[:, :whole]
-        device = batch.tokens.device
-        labels = torch.arange(count, device=device)[:, None] * nodes + torch.arange(whole, device=device)
+        states = self.model.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state
         projections = (self.model.get_output_embeddings().weight,) * self.num_positions
-        states = states.reshape(-1, self.num_positions, states.shape[-1])
-        return Drafted(states, labels.reshape(-1, self.num_positions), projections)
+        return Drafted(*cut_chains(batch.tokens, states, self.num_positions), projections)
 
     @torch.no_grad()
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 
 from speccompile.checkpoints.model_config import read_whole_config
 from speccompile.errors import RecipeError
+from speccompile.export.chains import cut_chains
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.export.weights import read_weights
 from speccompile.speculators.early_exit.config import ExitTraining
@@ -30,13 +31,8 @@ class TrainableExit(nn.Module):
 
     def forward(self, batch: TrainingBatch) -> Drafted:
         """Returns the drafts; the stream at a token imitates the distribution after it."""
-        count, nodes = batch.tokens.shape
-        whole = nodes // self.num_positions * self.num_positions
-        stream = batch.layers[self.head.sizes.num_exit_layers - 1][:, :whole].float()
-        device = batch.tokens.device
-        labels = torch.arange(count, device=device)[:, None] * nodes + torch.arange(whole, device=device)
-        states = self.head(stream).reshape(-1, self.num_positions, stream.shape[-1])
-        return Drafted(states, labels.reshape(-1, self.num_positions), (self.lm_head,) * self.num_positions)
+        states = self.head(batch.layers[self.head.sizes.num_exit_layers - 1].float())
+        return Drafted(*cut_chains(batch.tokens, states, self.num_positions), (self.lm_head,) * self.num_positions)
 
     @torch.no_grad()
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
