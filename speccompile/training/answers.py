@@ -63,8 +63,8 @@ def choose_prompts(
         if not found[split]:
             num_tokens = section.prompt_tokens
             got = f"no line of {split} text is followed by {num_tokens} tokens" if texts else f"no {split} prompt"
-            expected = f"some that are, or conversations whose prompts have at most {section.seq_len - MIN_ANSWER}"
-            todo = "Give more text, shorter prompts, or a larger generated.seq_len."
+            expected = f"more, or conversations whose prompts have at most {section.seq_len - MIN_ANSWER} tokens"
+            todo = "Give more documents, of which 3 percent are held out, shorter prompts, or a larger generated.seq_len."
             raise RecipeError("training.text", got, expected, todo)
     return found
 
@@ -186,6 +186,6 @@ def _windows(prompts: Sequence[Prompt], answers: dict[int, list[int]], seq_len: 
 
 
 def _plain_recipe(recipe: Recipe, section: GeneratedSection) -> Recipe:
-    sizes = {"max_batch_size": section.batch_slots, "max_seq_len": section.seq_len + 32, "max_draft_nodes": 1}
+    sizes = {"max_batch_size": section.batch_slots, "max_seq_len": section.seq_len, "max_draft_nodes": 1}
     engine = recipe.engine.model_copy(update=sizes)
     return recipe.model_copy(update={"engine": engine, "speculator": SpeculatorSection(method="none")})

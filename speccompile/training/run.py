@@ -17,7 +17,7 @@ import torch
 
 from speccompile.bundle.format import SPECULATOR, write_record
 from speccompile.bundle.staging import Claim, claim_folder, disk_faults, staged_folder
-from speccompile.checkpoints.checkpoint import read_text_config
+from speccompile.checkpoints.checkpoint import read_dims, read_text_config
 from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.common.extras import install_command
 from speccompile.errors import BuildError, RecipeError
@@ -109,9 +109,12 @@ class _Run:
         book = TextBook(self.recipe, source, self.listener.stage)
         stages = [name for name in ("plain", "generated") if getattr(self.section, name).steps]
         _check_batches(self.section, stages, self.team.size)
+        context = read_dims(source).max_positions
+        _check_lengths(self.section, stages, 0, context)
         needs = self.plan.trainer.needs(self.plan.heads, read_text_config(source))
         target = self._target(source, book, needs, stages)
         trainable, parts = self._make(target, self._windows(book, stages[0]))
+        _check_lengths(self.section, stages, trainable.num_positions, context)
         kind, is_chained = self.section.loss, self.section.chain_weights
         options = LossOptions(self.section.kl_share, self.section.decay, self.precision, kind, is_chained)
         trained = self._wrap(trainable, options, target, needs).to(self.section.device)
@@ -306,6 +309,14 @@ def _check_batches(section: TrainingSection, stages: list[str], num_processes: i
             raise RecipeError(f"training.{name}.batch_size", f"{size}", expected, "Change it, or their number.")
     if section.joint is not None and num_processes > 1:
         raise RecipeError("training.joint", f"{num_processes} processes", "one process", "Start it without torchrun.")
+
+
+def _check_lengths(section: TrainingSection, stages: list[str], num_drafts: int, context: int) -> None:
+    for name in stages:
+        size = getattr(section, name).seq_len
+        if not num_drafts < size <= context:
+            limit = f"at most {context}, the target's context" if size > context else f"more than {num_drafts} drafts"
+            raise RecipeError(f"training.{name}.seq_len", f"{size}", limit, "Change it.")
 
 
 def _check_extras() -> None:

@@ -179,6 +179,13 @@ def test_the_target_writes_the_text_of_the_second_stage(write_recipe, target, mo
     assert follows.sum() >= 8
 
 
+def test_the_target_writes_up_to_its_context(write_recipe, folder):
+    recipe = write_recipe("medusa", "context", steps=0, generated=1)
+    run(recipe, "training.generated.seq_len=64")
+    windows = TextBook(load_recipe(recipe, ["training.generated.seq_len=64"]), folder / "target", print).windows
+    assert windows("generated").counts["train"] >= 16  # a few texts end early
+
+
 def test_two_processes_train_as_one_does(whole, write_recipe):
     _, output = whole
     recipe = write_recipe("medusa", "two-processes", steps=8)
@@ -249,6 +256,15 @@ def test_a_batch_is_split_evenly_or_not_at_all(write_recipe):
     run_module._check_batches(section, ["plain"], 3)
     with pytest.raises(RecipeError, match=r"training.plain.batch_size: got 6; expected a multiple of the 4"):
         run_module._check_batches(section, ["plain"], 4)
+
+
+@pytest.mark.parametrize(
+    ("setting", "got"),
+    [("heads.num_heads=24", "24; expected more than 24 drafts"), ("plain.seq_len=9999", "9999; expected at most ")],
+)
+def test_windows_hold_a_chain_and_fit_the_context(write_recipe, setting, got):
+    with pytest.raises(RecipeError, match=rf"training\.plain\.seq_len: got {got}"):
+        run(write_recipe("medusa", "lengths"), f"training.{setting}")
 
 
 def test_a_run_that_diverges_writes_nothing(write_recipe):
