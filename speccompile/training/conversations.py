@@ -54,7 +54,7 @@ class ChatReader:
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        return find_template(self.folder, _WHERE)
+        return find_template(self.folder, "messages")
 
     def samples(self, document: Document) -> list[Sample]:
         """Returns a conversation's text with its answers; the text after the last answer is left out.

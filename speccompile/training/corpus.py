@@ -142,6 +142,10 @@ def _documents(path: Path) -> Iterator[tuple[int, Document]]:
         raise RecipeError("training.text.files", str(path), expected, todo)
     raw = _read(path)
     if path.suffix == ".txt":
+        try:
+            raw.decode()
+        except UnicodeDecodeError as fault:
+            raise RecipeError("training.text.files", f"{path}: {fault}", "UTF-8", "Convert the file.") from fault
         document = _document_of_text(raw, str(path))
         if document.text:
             yield 0, document

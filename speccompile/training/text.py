@@ -195,7 +195,8 @@ def pack(
         if not len(rows):
             got = f"{packer.num_tokens} tokens for {split}"
             expected = f"at least one window of {seq_len} tokens, or one conversation with an answer"
-            todo = "Give more text, or shorter windows; without answers train on generated ones (plain.steps: 0)."
+            todo = "Give more documents, of which 3 percent are held out, or shorter windows; without answers "
+            todo += "train on generated ones (plain.steps: 0)."
             raise RecipeError("training.text", got, expected, todo)
         windows[split] = rows.taken(np.random.default_rng(seed).permutation(len(rows)))
     return windows
