@@ -24,7 +24,7 @@ def main() -> None:
 
     client = OpenAI(base_url=args.url, api_key=args.api_key)
     try:
-        [model] = client.models.list().data
+        model = client.models.list().data[0]  # adapters follow
     except APIConnectionError:
         raise SystemExit(f"no server answers at {args.url}; start a server: speccompile serve bundles/pycode") from None
     print(args.prompt, end="", flush=True)

@@ -85,9 +85,8 @@ def make_app(server: OpenAIServer, more_routes: Sequence[Callable[[OpenAIServer]
     if options.api_keys:
         app.add_middleware(KeyCheck, keys=options.api_keys)
     if options.allowed_origins:
-        headers = ["Authorization", "Content-Type"]
-        origins = list(options.allowed_origins)
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=headers)
+        origins = list(options.allowed_origins)  # their clients send headers of their own
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     return app
 
 

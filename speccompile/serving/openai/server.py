@@ -316,7 +316,7 @@ class BodyCheck:
         self._app, self._max_bytes, self._timeout_s = app, max_bytes, timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         if header(scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
