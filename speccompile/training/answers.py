@@ -64,7 +64,7 @@ def choose_prompts(
             num_tokens = section.prompt_tokens
             got = f"no line of {split} text is followed by {num_tokens} tokens" if texts else f"no {split} prompt"
             expected = f"more, or conversations whose prompts have at most {section.seq_len - MIN_ANSWER} tokens"
-            todo = "Give more documents, of which 3 percent are held out, shorter prompts, or a larger generated.seq_len."
+            todo = "Give more documents (3 percent are held out), shorter prompts, or a larger generated.seq_len."
             raise RecipeError("training.text", got, expected, todo)
     return found
 
