@@ -78,6 +78,13 @@ def check_parameters(config: Any, where: str, **limits: tuple[float, float]) -> 
             raise RecipeError(f"{where}.{field.name}", repr(value), expected, "Correct the recipe.")
 
 
+class HeadsTraining:
+    """Base of a method's `TrainingConfig`, a frozen dataclass. Raises RecipeError: a value is out of range."""
+
+    def __post_init__(self) -> None:
+        check_parameters(self, "training.heads")
+
+
 def parameters(owner: type) -> dict[str, Parameter]:
     return {field.name: field.metadata[METADATA_KEY] for field in dataclasses.fields(owner)}
 

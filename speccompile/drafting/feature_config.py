@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from speccompile.core.jobs import MethodContext
 from speccompile.core.protocols import Engine, Outputs
@@ -14,6 +14,7 @@ from speccompile.drafting.feature_drafts import FeatureCache
 from speccompile.drafting.mask_drafts import MaskFeatureCache
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.drafting.tree_config import CachedDraftFields, Tree
+from speccompile.errors import RecipeError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,26 @@ class FeatureFields(CachedDraftFields):
             return DraftProposer(cache, *self.make_drafts(cache, engine, graph, context))
         masked = MaskFeatureCache(engine, make, names, max_rows, most, min(self.depth_asked, block))
         return DraftProposer(masked, *self.make_drafts(masked, engine, graph, context, block, has_masks=True))
+
+
+class FusedFields(FeatureFields):
+    """`FeatureFields` of a draft that reads residual streams of the target; a `Config` declares the field `layers`."""
+
+    layers: tuple[int, ...] | Literal["auto"]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layers == "auto":
+            return
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers or len(set(self.layers)) != len(self.layers) or min(self.layers) < 0:
+            where, expected = "speculator.layers", "auto, or different layers from 0 on"
+            raise RecipeError(where, f"{list(self.layers)}", expected, "Correct the recipe.")
+
+    @property
+    def chosen_layers(self) -> tuple[int, ...] | None:
+        """The layers; None: auto."""
+        return None if self.layers == "auto" else self.layers
 
 
 @dataclass(frozen=True)

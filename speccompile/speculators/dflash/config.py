@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from speccompile.common.parameters import check_parameters, declared, parameter
+from speccompile.common.parameters import HeadsTraining, declared, parameter
 from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
 from speccompile.core.protocols import Engine
 from speccompile.core.registry import Method, find_class
 from speccompile.drafting.block_drafts import BlockCache
-from speccompile.drafting.feature_config import FeatureFields, FusedLayers, FusionOptions
+from speccompile.drafting.feature_config import FusedFields, FusedLayers, FusionOptions
 from speccompile.drafting.feature_drafts import fused_features
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.drafting.tree_config import MAX_CANDIDATES, MAX_DEPTH
@@ -25,7 +25,7 @@ PUBLISHED = "speccompile.speculators.dflash.layouts:published_layers"
 
 
 @dataclass(frozen=True)
-class DflashConfig(FeatureFields):
+class DflashConfig(FusedFields):
     """A block drafter: DFlash, DFlash 2, DSpark, LiLiCorr, Domino. Its other fields are `FeatureFields`.
 
     Args:
@@ -45,20 +45,6 @@ class DflashConfig(FeatureFields):
         default="auto", kw_only=True, metadata=declared(ge=1, le=MAX_CANDIDATES, words=("auto",))
     )
     sample_from_anchor: bool | Literal["auto"] = field(default="auto", kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.layers == "auto":
-            return
-        object.__setattr__(self, "layers", tuple(self.layers))
-        if not self.layers or len(set(self.layers)) != len(self.layers) or min(self.layers) < 0:
-            where, expected = "speculator.layers", "auto, or different layers from 0 on"
-            raise RecipeError(where, f"{list(self.layers)}", expected, "Correct the recipe.")
-
-    @property
-    def chosen_layers(self) -> tuple[int, ...] | None:
-        """The layers; None: auto."""
-        return None if self.layers == "auto" else self.layers
 
     def check_engine(self, engine: Engine, max_draft_nodes: int) -> None:
         todo, spec, shape = "Build a bundle whose recipe says so; at load it is too late.", engine.spec, self.shape
@@ -85,7 +71,7 @@ class BlockOptions:
 
 
 @dataclass(frozen=True)
-class DflashTraining:
+class DflashTraining(HeadsTraining):
     """Sizes and settings of the training: DFlash 2 by default; DFlash with ranks and taps of 0.
 
     Args:
@@ -106,9 +92,6 @@ class DflashTraining:
     selector_top_k: int = parameter(16, ge=1)
     is_causal: bool = False  # whether rows of a block see the earlier rows alone
     starts: float = parameter(0.1, gt=0, le=1)
-
-    def __post_init__(self) -> None:
-        check_parameters(self, "training.heads")
 
     def chosen_layers(self, num_layers: int) -> tuple[int, ...]:
         """Returns the layers for a target of `num_layers` layers. Raises RecipeError: it lacks one, or has too few."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from speccompile.common.parameters import check_parameters, declared, parameter
+from speccompile.common.parameters import HeadsTraining, declared, parameter
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext
 from speccompile.core.protocols import Engine
 from speccompile.core.registry import Method
@@ -64,7 +64,7 @@ class DraftModelConfig(DraftVocabFields, CachedDraftFields):
 
 
 @dataclass(frozen=True)
-class DraftModelTraining:
+class DraftModelTraining(HeadsTraining):
     """Sizes and settings of the training."""
 
     hidden_size: int = parameter(192, ge=1)
@@ -76,7 +76,7 @@ class DraftModelTraining:
     chain: int = parameter(4, ge=1)
 
     def __post_init__(self) -> None:
-        check_parameters(self, "training.heads")
+        super().__post_init__()
         if self.num_heads % self.num_kv_heads or (not self.head_dim and self.hidden_size % self.num_heads):
             got = f"{self.num_heads} heads, {self.num_kv_heads} key heads, hidden size {self.hidden_size}"
             raise RecipeError("training.heads.num_heads", got, "sizes that divide one another", "Correct the recipe.")

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from speccompile.common.parameters import check_parameters, parameter
+from speccompile.common.parameters import HeadsTraining, parameter
 from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext, TargetOutputs
 from speccompile.core.protocols import Engine
 from speccompile.core.registry import Method
-from speccompile.drafting.feature_config import FeatureFields, FusedLayers, FusionOptions
+from speccompile.drafting.feature_config import FusedFields, FusedLayers, FusionOptions
 from speccompile.drafting.feature_drafts import fused_features
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
@@ -22,7 +22,7 @@ RULE = f"{SOURCES}:layers_of_target"  # reads the checkpoint, which decoding doe
 
 
 @dataclass(frozen=True)
-class Eagle3Config(FeatureFields):
+class Eagle3Config(FusedFields):
     """An EAGLE-3 or P-EAGLE drafter. Its other fields are `FeatureFields`.
 
     Args:
@@ -37,20 +37,6 @@ class Eagle3Config(FeatureFields):
     layers: tuple[int, ...] | Literal["auto"] = "auto"
     parallel_drafting: bool | Literal["auto"] = field(default="auto", kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.layers == "auto":
-            return
-        object.__setattr__(self, "layers", tuple(self.layers))
-        if not self.layers or len(set(self.layers)) != len(self.layers) or min(self.layers) < 0:
-            where, expected = "speculator.layers", "auto, or different layers from 0 on"
-            raise RecipeError(where, f"{list(self.layers)}", expected, "Correct the recipe.")
-
-    @property
-    def chosen_layers(self) -> tuple[int, ...] | None:
-        """The layers; None: auto."""
-        return None if self.layers == "auto" else self.layers
-
 
 @dataclass(frozen=True)
 class DraftOptions(CandidateOptions):
@@ -60,7 +46,7 @@ class DraftOptions(CandidateOptions):
 
 
 @dataclass(frozen=True)
-class Eagle3Training:
+class Eagle3Training(HeadsTraining):
     """Sizes and settings of the training.
 
     Args:
@@ -84,7 +70,7 @@ class Eagle3Training:
     mask_token_id: int = parameter(-1, ge=-1)
 
     def __post_init__(self) -> None:
-        check_parameters(self, "training.heads")
+        super().__post_init__()
         if self.layers and len(self.layers) != 3:
             raise RecipeError("training.heads.layers", f"{self.layers}", "three layers", "Correct the recipe.")
         if self.parallel_drafting and self.unrolled_steps < 2:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from speccompile.common.parameters import check_parameters, parameter
+from speccompile.common.parameters import HeadsTraining, parameter
 from speccompile.core.jobs import AS_TARGET, CandidateOptions, GraphJob, MethodContext
 from speccompile.core.protocols import Engine
 from speccompile.core.registry import Method
@@ -46,15 +46,12 @@ class ExitOptions(CandidateOptions):
 
 
 @dataclass(frozen=True)
-class ExitTraining:
+class ExitTraining(HeadsTraining):
     """Sizes and settings of the training."""
 
     num_exit_layers: int = parameter(2, ge=1)  # decoder layers of the target that run before the head
     intermediate_size: int = parameter(0, ge=0)  # of the adapter; 0: the target's
     chain: int = parameter(4, ge=1)
-
-    def __post_init__(self) -> None:
-        check_parameters(self, "training.heads")
 
 
 class EarlyExitMethod(Method):

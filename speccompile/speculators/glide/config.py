@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.common.parameters import check_parameters, parameter
+from speccompile.common.parameters import HeadsTraining, parameter
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import PREFILL_CHUNK, CandidateOptions, GraphJob, MethodContext
 from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
@@ -85,15 +85,12 @@ class GlideConfig(CachedDraftFields):
 
 
 @dataclass(frozen=True)
-class GlideTraining:
+class GlideTraining(HeadsTraining):
     """Sizes of the training. Drafts of a `block` see the rows of the target's cache before its root."""
 
     num_layers: int = parameter(1, ge=1)
     intermediate_size: int = parameter(0, ge=0)  # of its MLPs; 0: the target's
     block: int = parameter(5, ge=1)
-
-    def __post_init__(self) -> None:
-        check_parameters(self, "training.heads")
 
 
 class GlideMethod(Method):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from speccompile.common.parameters import check_parameters, parameter
+from speccompile.common.parameters import HeadsTraining, parameter
 from speccompile.core.jobs import GraphJob, MethodContext, StepCosts, TargetOutputs
 from speccompile.core.protocols import Engine
 from speccompile.core.registry import Method
@@ -82,7 +82,7 @@ class HeadsOptions:
 
 
 @dataclass(frozen=True)
-class MedusaTraining:
+class MedusaTraining(HeadsTraining):
     """Sizes and settings of the training.
 
     Args:
@@ -92,9 +92,6 @@ class MedusaTraining:
     num_heads: int = parameter(4, ge=1, le=64)
     num_layers: int = parameter(1, ge=1, le=64)
     lm_head: str = parameter("own", words=("own", "target"))
-
-    def __post_init__(self) -> None:
-        check_parameters(self, "training.heads")
 
 
 class MedusaMethod(Method):

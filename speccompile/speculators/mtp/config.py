@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from speccompile.common.parameters import check_parameters, declared, parameter
+from speccompile.common.parameters import HeadsTraining, declared, parameter
 from speccompile.core.jobs import AS_TARGET, GraphJob, MethodContext, TargetOutputs
 from speccompile.core.protocols import Engine
 from speccompile.core.registry import Method
@@ -70,7 +70,7 @@ class MtpOptions(VocabCandidateOptions):
 
 
 @dataclass(frozen=True)
-class MtpTraining:
+class MtpTraining(HeadsTraining):
     """Settings of the training.
 
     Args:
@@ -82,9 +82,6 @@ class MtpTraining:
     unrolled_steps: int = parameter(3, ge=1)
     starts: float = parameter(1.0, gt=0, le=1)
     into_target: bool = False
-
-    def __post_init__(self) -> None:
-        check_parameters(self, "training.heads")
 
 
 class MtpMethod(Method):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from speccompile.common.parameters import check_parameters, parameter
+from speccompile.common.parameters import HeadsTraining, parameter
 from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
 from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Engine
@@ -61,7 +61,7 @@ class ProphetConfig(HeadsFields):
 
 
 @dataclass(frozen=True)
-class ProphetTraining:
+class ProphetTraining(HeadsTraining):
     """Sizes and settings of the training. `starts`: share of positions that are starts in a step, drawn anew."""
 
     num_layers: int = parameter(2, ge=1)
@@ -72,7 +72,7 @@ class ProphetTraining:
     starts: float = parameter(0.25, gt=0, le=1)
 
     def __post_init__(self) -> None:
-        check_parameters(self, "training.heads")
+        super().__post_init__()
         if self.num_heads % self.num_kv_heads:
             got = f"{self.num_kv_heads} for {self.num_heads} heads"
             raise RecipeError("training.heads.num_kv_heads", got, "a divisor of num_heads", "Correct the recipe.")
