@@ -79,11 +79,11 @@ class Proposer(Protocol):
 
     def start(self, slot: int, sequence: TokenSequence) -> None:
         """Starts a new sequence in slot `slot`; what the slot held before is void."""
-        return
+        ...
 
     def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Takes the target's outputs for `tokens` [1, nodes] of the prompt, the first at position `start`."""
-        return
+        ...
 
     def propose(self, batch: Batch) -> TokenTree:
         """Returns drafts for every slot; node 0 is the root, and no path is deeper than the slot's `max_drafts`."""
@@ -94,14 +94,14 @@ class Proposer(Protocol):
 
         `outputs` of the target in that step are valid during the call.
         """
-        return
+        ...
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
         """Takes the outputs of a step in which it drafted nothing: `commit` is not called.
 
         `batch` still holds the tokens that were scored; `outputs` are valid during the call.
         """
-        return
+        ...
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
         """Takes the times of a step, with drafts or without, unless drafts may be drawn or costs must stay as recorded.
@@ -109,7 +109,7 @@ class Proposer(Protocol):
         Args:
             num_nodes: that the target scored in each, root and padding included.
         """
-        return
+        ...
 
     def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """As `start`, but slot and target still have rows of the sequence's first tokens; returns how many may be kept.
@@ -123,4 +123,4 @@ class Proposer(Protocol):
 
     def flush(self) -> None:
         """Reads what is left of the target's last outputs: its next run, for other sequences, makes them void."""
-        return
+        ...

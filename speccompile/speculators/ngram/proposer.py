@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from speccompile.core.jobs import MethodContext
-from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Batch, Outputs, StepTimes, TokenSequence
-from speccompile.core.tree import TokenTree, Verdict
+from speccompile.core.tree import Ints, TokenTree, Verdict
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emitted_tokens
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.grammars import num_allowed
@@ -69,8 +68,8 @@ class NgramState:
     estimate: AcceptanceEstimate  # acceptance of drafts by the length of the match, which stands in for a rank
 
 
-class NgramProposer(Proposer):
-    """Drafts are deterministic."""
+class NgramProposer:
+    """A `speccompile.core.proposer.Proposer`. Drafts are deterministic."""
 
     catches_up = looks_up = True
     may_draw = False
@@ -107,6 +106,9 @@ class NgramProposer(Proposer):
         """Makes a fresh index, which costs next to nothing; returns `num_rows`."""
         self.start(slot, sequence)
         return num_rows
+
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
+        """Reads nothing: the index is made of the slot's own tokens."""
 
     def propose(self, batch: Batch) -> TokenTree:
         """Returns, for each slot, the tokens that followed the longest ending last time."""
@@ -173,8 +175,12 @@ class NgramProposer(Proposer):
             )
             estimate.learn_rank(size - 1, kept - prob * min(kept + 1, len(row) - 1, len(emitted)))
 
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None: ...
+
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
         self.budget.observe(num_slots, num_nodes, times)
+
+    def flush(self) -> None: ...
 
 
 def _draft(tokens: list[int], position: int, num: int) -> list[int]:

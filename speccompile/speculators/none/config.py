@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from speccompile.core.jobs import DraftBounds, MethodContext
-from speccompile.core.proposer import Proposer
-from speccompile.core.protocols import Batch, Engine, TokenSequence
+from speccompile.core.protocols import Batch, Engine, Outputs, StepTimes, TokenSequence
 from speccompile.core.registry import Method
-from speccompile.core.tree import TokenTree
+from speccompile.core.tree import Ints, TokenTree, Verdict
 
 
 @dataclass(frozen=True)
@@ -30,15 +29,27 @@ class NoneMethod(Method):
         return NoneProposer()
 
 
-class NoneProposer(Proposer):
-    """Returns the root alone."""
+class NoneProposer:
+    """A `speccompile.core.proposer.Proposer`."""
 
     catches_up = True
     may_draw = False
     caches = ()
 
+    def start(self, slot: int, sequence: TokenSequence) -> None: ...
+
     def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         return num_rows
 
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None: ...
+
     def propose(self, batch: Batch) -> TokenTree:
         return TokenTree.roots([sequence.tokens[-1] for sequence in batch.sequences])
+
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None: ...
+
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None: ...
+
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None: ...
+
+    def flush(self) -> None: ...

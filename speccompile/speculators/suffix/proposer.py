@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from speccompile.core.jobs import MethodContext
-from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Batch, Outputs, StepTimes, TokenSequence
 from speccompile.core.tree import Ints, TokenTree, Verdict
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emitted_tokens
@@ -41,8 +40,8 @@ class SuffixState:
     shared: Cursor | None = None  # end of its tokens in the tree of all requests, which reads them with the first draft
 
 
-class SuffixProposer(Proposer):
-    """Drafts are deterministic."""
+class SuffixProposer:
+    """A `speccompile.core.proposer.Proposer`. Drafts are deterministic."""
 
     catches_up = looks_up = True
     may_draw = False
@@ -148,8 +147,12 @@ class SuffixProposer(Proposer):
                 rank = min(int(found.ranks[slot, 1]), len(self._log_odds) - 1)
                 self._log_odds[rank] += SHARED_WEIGHT * (estimate.log_odds[rank] - self._log_odds[rank])
 
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None: ...
+
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
         self.budget.observe(num_slots, num_nodes, times)
+
+    def flush(self) -> None: ...
 
 
 def _judge(found: DraftTrees, slot: int, num: int, emitted: list[int]) -> tuple[list[int], list[int]]:
