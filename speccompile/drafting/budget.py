@@ -154,7 +154,7 @@ class Budget:
         if not self.weighs_time or depth < self.least:
             return True
         num, expected, cost_ms = self.best(gains, num_slots, self._recorded_ms * costs.factor)
-        more_ms = 0.0 if self.runs_once else costs.drafts[min(self.width, self.max_nodes)] * costs.next_factor
+        more_ms = 0.0 if self.runs_once else costs.drafts[min(self.width, self.max_nodes)] * costs.factor
         more_ms += max(costs.scores[min(num + 1, self.max_nodes)] - costs.scores[num], 0.0)
         is_worth = _is_worth(self._kept * reach, more_ms, expected, cost_ms)
         if depth == 1 and not is_worth:
@@ -241,7 +241,6 @@ class BatchCosts:
     scores: tuple[float, ...] = ()  # milliseconds of a step without its drafting, by draft tokens per sequence
     num_left: int = 0  # steps until `scores` are computed again; 0: now
     factor: float = 1.0  # measured time of a draft run / recorded time
-    next_factor: float = 1.0  # of a further run: no more than the target's, as the first brings weights to the caches
     machine: float | None = None  # log(scoring / recorded) of recent steps; None: not measured
     factors: dict[int, float] = field(default_factory=dict)  # by nodes: log(scoring / recorded), less `machine`
     num_seen: dict[int, int] = field(default_factory=dict)  # steps by nodes; the first, with allocation, does not count
@@ -305,7 +304,6 @@ class OnlineCosts:
                 for nodes, recorded_ms in enumerate(batch.recorded[1:], 1)
             )
             batch.factor = math.exp(machine if batch.draft is None else batch.draft)
-            batch.next_factor = min(batch.factor, math.exp(machine))
             batch.num_left = KEPT_STEPS
         return batch
 

@@ -194,16 +194,6 @@ def test_the_first_step_of_a_shape_is_no_measurement():
     assert budget.costs.scores(1)[:4] == pytest.approx([CHEAP[0].ms(n) + 0.1 for n in range(1, 5)])
 
 
-def test_a_further_run_takes_no_more_than_the_machine_says():
-    """The first run of a step also brings the draft's weights back to the caches."""
-    budget = Budget(4, 4, 1, CHEAP[0], StepCosts(((1, 2.0),)))
-    for _ in range(20):
-        step(budget, 1, 2, CHEAP[0].ms(2), draft_nodes=1, propose_ms=6.0)
-    assert budget.costs.draft_ms(1) == pytest.approx(6.0)
-    spend(budget, 0.0)
-    assert budget.goes_on([0.5], 1, 1, 0.4) and not budget.goes_on([0.5], 1, 1, 0.1)
-
-
 def test_slow_steps_that_ended_the_use_of_a_shape_are_forgotten():
     budget = Budget(4, 4, 1, *CHEAP)
     for _ in range(3):
