@@ -107,8 +107,9 @@ class NgramProposer:
         self.start(slot, sequence)
         return num_rows
 
-    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Reads nothing: the index is made of the slot's own tokens."""
+    def prefill(
+        self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs
+    ) -> None: ...  # the index is made of the slot's own tokens
 
     def propose(self, batch: Batch) -> TokenTree:
         """Returns, for each slot, the tokens that followed the longest ending last time."""
