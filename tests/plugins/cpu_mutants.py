@@ -57,7 +57,7 @@ def mutated_library(folder: Path, mutants: Mutants, *families: str) -> Path:
 
 
 def keep_families(table: Path, *families: str) -> None:
-    """Removes the other families of kernels from library.cpp, with their files, and linears of integers."""
+    """Removes the other families of kernels from library.cpp, and the files that are theirs alone."""
     text = table.read_text()
     for name, header in FAMILIES.items():
         for line in (f"    add_{name}(table);\n", f'#include "{header}"\n'):
@@ -67,6 +67,4 @@ def keep_families(table: Path, *families: str) -> None:
             for file in table.parent.glob(f"{header.removesuffix('.h')}*.cpp"):
                 file.unlink()
     assert text.count("add_") == len(families), "a family of library.cpp that is not listed here"
-    for file in table.parent.glob("linear_int*.cpp"):  # linears of floats stand for the others
-        file.unlink()
-    table.write_text(text.replace("add_linear_ops", "add_float_linears"))
+    table.write_text(text)
