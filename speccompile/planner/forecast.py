@@ -28,9 +28,11 @@ _QUANTIZATION = "target.quantization"
 GPU_BACKEND = "engine.backend=tensorrt"
 
 
-def settings_for(machine: Machine, model: ModelOptions) -> ModelOptions:
-    """Returns the options with the backend of a GPU, unless the user names one."""
+def settings_for(machine: Machine, source: str, model: ModelOptions) -> ModelOptions:
+    """Returns the options with the backend of a GPU, unless the user names one, or a recipe's is for GPUs."""
     if machine.kind != "gpu" or any(setting.startswith("engine.backend=") for setting in model.settings):
+        return model
+    if is_recipe(source) and load_recipe(source, model.settings).engine.device == "cuda":
         return model
     return replace(model, settings=(*model.settings, GPU_BACKEND))
 
@@ -52,7 +54,7 @@ def forecast(
         context: number of cache rows in use of each sequence.
         leave_out: is called with the name of a candidate that this target cannot have, and why.
     """
-    model = settings_for(machine, model)
+    model = settings_for(machine, source, model)
     candidates = candidates_of_source(source, model, speculators, names)
     names_known = {name for one in candidates for name in (one.name, one.section[METHOD])}
     for name in traffic.given:

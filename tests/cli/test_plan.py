@@ -14,6 +14,9 @@ from speccompile.backends.onnxruntime import kernel_library
 from speccompile.cli import plan
 from speccompile.errors import RuntimeFault
 from speccompile.planner import measuring, trial
+from speccompile.planner.forecast import GPU_BACKEND, settings_for
+from speccompile.planner.machine import find_machine
+from speccompile.recipe.model_recipe import ModelOptions
 from tests.pipeline import fakes
 
 DRAFTED = {"ngram": (1.5, 1.6), "suffix": (2.0, 1.25), "small": (3.0, 1.5)}
@@ -204,6 +207,15 @@ def test_a_recipe_has_the_form_that_it_names(run, recipe):
         section["target"]["quantization"] = form
         recipe.write_text(yaml.safe_dump(section))
         assert forms() == wanted
+
+
+@pytest.mark.parametrize(("device", "settings"), [("auto", (GPU_BACKEND,)), ("cpu", (GPU_BACKEND,)), ("cuda", ())])
+def test_a_recipe_for_gpus_keeps_its_backend(recipe, device, settings):
+    section = yaml.safe_load(recipe.read_text())
+    section["engine"]["device"] = device
+    recipe.write_text(yaml.safe_dump(section))
+    assert settings_for(find_machine("H100-SXM"), str(recipe), ModelOptions()).settings == settings
+    assert settings_for(find_machine("EPYC-9654"), str(recipe), ModelOptions()).settings == ()
 
 
 def test_a_page_and_published_acceptance(run, models):
