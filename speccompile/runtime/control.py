@@ -74,6 +74,15 @@ class Comparison:
             return PLAIN
         return 1 if self._is_probe and self.is_comparing else METHOD_DEFAULT
 
+    def passes(self) -> bool:
+        """Counts a plain step early in a pause of drafts, whose time the means would forget; False: it is observed."""
+        if self.is_on or self._left <= TURN + LEAST_PAUSE:
+            return False
+        self.num_steps += 1
+        self.num_plain += 1
+        self._left -= 1
+        return True
+
     def observe(self, step_s: float, tokens: float, drafts: float, *, is_first: bool) -> None:
         """Updates the comparison with a step; `drafts` is the mean number of scored draft tokens per sequence.
 
@@ -181,7 +190,6 @@ class _Mean:
 
     @property
     def mean(self) -> float:
-        """Of at least one number."""
         return self._sum / self.num
 
     def limit(self, num: int) -> None:
@@ -217,8 +225,8 @@ class Planner(Protocol):
         """
         ...
 
-    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[StepOutput], times: StepTimes) -> None:
-        """Updates the planner with a step."""
+    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[StepOutput], times: StepTimes) -> bool:
+        """Updates the planner with a step. Returns whether its proposer is to learn from it, too."""
         ...
 
     def read(self, num_tokens: int, draft_s: float | None) -> None:
@@ -253,7 +261,8 @@ class FixedLength:
     def plan(self, sequences: Sequence[TokenSequence]) -> int | None:
         return self.limit
 
-    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[StepOutput], times: StepTimes) -> None: ...
+    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[StepOutput], times: StepTimes) -> bool:
+        return True
 
     def read(self, num_tokens: int, draft_s: float | None) -> None: ...
 
@@ -323,7 +332,11 @@ class Controller:
         smaller = [known for known, forced in self._sizes if forced == is_forced and known < size]
         return Comparison(self._sizes[max(smaller), is_forced] if smaller else None)
 
-    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[StepOutput], times: StepTimes) -> None:
+    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[StepOutput], times: StepTimes) -> bool:
+        if self._at is not None and self._is_plain and self._at.passes():
+            self._num_decoded += sum(len(step.tokens) for step in steps)
+            self._was_plain = True
+            return False
         num_accepted = num_drafts = num_emitted = 0
         for step in steps:
             num_accepted += step.num_accepted
@@ -343,6 +356,7 @@ class Controller:
             if self._at.is_on != was_on:
                 _log.info("drafts %s at batch %d: gain %.2f", "off" if was_on else "on", num, self._at.gain)
         self._was_plain = self._is_plain
+        return True
 
     def read(self, num_tokens: int, draft_s: float | None) -> None:
         self._num_prompt += num_tokens

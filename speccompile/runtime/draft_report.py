@@ -92,8 +92,8 @@ class ExplainedPlanner:
         self._report = report_from_planner(self._planner, 0, 0)
         return self._limit
 
-    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[StepOutput], times: StepTimes) -> None:
-        self._planner.observe(sequences, steps, times)
+    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[StepOutput], times: StepTimes) -> bool:
+        return self._planner.observe(sequences, steps, times)
 
     def read(self, num_tokens: int, draft_s: float | None) -> None:
         self._planner.read(num_tokens, draft_s)

@@ -86,9 +86,8 @@ def run_step(
         stats, stats.end_s = sequence.stats, now_s
         stats.step_s += times.step_s
         stats.engine_s += engine_s
-    if planner:
+    if planner and planner.observe(batch.sequences, steps, times):
         proposer.observe(tree.batch, tree.nodes, times)
-        planner.observe(batch.sequences, steps, times)
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("%d sequences: %d drafts, %d accepted, %.2f ms", *_counts(steps), times.step_s * 1e3)
     return steps, times

@@ -73,11 +73,11 @@ class Sim:
         factor = self.load * self.rng.lognormvariate(0, self.noise)
         times_ms = (self.num_runs * self.slow_drafts * draft_ms(batch) * factor, score_ms(batch, length) * factor)
         times = StepTimes(times_ms[0] / 1e3, times_ms[1] / 1e3, sum(times_ms) / 1e3)
-        self.budget.observe(batch, 1 + length, times)
         for num in kept:
             self.known.learn_length(self.num_runs > 0, num)
         steps = [StepOutput(i, "", [0] * (k + 1), length, k) for i, k in enumerate(kept)]
-        self.controller.observe(active, steps, times)
+        if self.controller.observe(active, steps, times):
+            self.budget.observe(batch, 1 + length, times)
         return sum(times_ms), length
 
     def choose(self, most: int) -> int:
@@ -272,6 +272,21 @@ def test_what_it_costs_to_begin_drafting_again_makes_turns_seldom():
         controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
         total_s += step_s
     assert total_s < 1.05 * 20_000
+
+
+def test_plain_steps_are_measured_at_the_end_of_a_pause_alone():
+    controller, seen = Controller(), []
+    for _ in range(4000):
+        is_plain = controller.plan(sequences(1)) == PLAIN
+        step, step_s = StepOutput(0, "", [7], 0 if is_plain else 1, 0), 1.0 if is_plain else 3.0
+        seen.append((is_plain, controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))))
+    pauses = [[measured for _, measured in run] for plain, run in itertools.groupby(seen, lambda one: one[0]) if plain]
+    assert max(map(len, pauses)) > 4 * LEAST_PAUSE
+    for pause in pauses[1:-1]:
+        assert pause == [False] * (len(pause) - LEAST_PAUSE) + [True] * LEAST_PAUSE
+    assert all(measured for is_plain, measured in seen if not is_plain)
+    found = controller.decisions()["1"]
+    assert found["num_steps"] == 4000 and found["share_of_plain_steps"] == sum(one for one, _ in seen) / 4000
 
 
 def test_prompts_that_are_read_for_drafts_count_against_them():
