@@ -89,7 +89,8 @@ class Comparison:
         Args:
             is_first: the step before it went the other way: its time is that of no other step.
         """
-        is_plain, is_comparing = self.next_limit == PLAIN, self.is_comparing
+        is_comparing = self.is_comparing
+        is_plain = self.is_on == is_comparing
         self.num_steps += 1
         self.num_plain += is_plain
         self._left -= 1

@@ -181,20 +181,17 @@ def test_a_change_of_costs_is_found(before, after):
     assert share > 0.95 if after < 2 else share < 0.05
 
 
-def run_exactly(controller: Controller, costs: Sequence[float]) -> list[bool]:
-    """Runs steps that take 1 s without drafts, and the given seconds with them: then each brings 2 tokens.
+def take(controller: Controller, cost: float, kept: int = 1, drafts: int = 1) -> tuple[bool, bool]:
+    """Takes a step of 1 s without drafts, else of `cost` s; returns whether it was plain, and was measured."""
+    is_plain = controller.plan(sequences(1)) == PLAIN
+    kept, drafts, step_s = (0, 0, 1.0) if is_plain else (kept, drafts, cost)
+    step = StepOutput(0, "", [7] * (1 + kept), drafts, kept)
+    return is_plain, controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
 
-    Returns:
-        By step whether it drafted.
-    """
-    drafted = []
-    for cost in costs:
-        kept = 0 if controller.plan(sequences(1)) == PLAIN else 1
-        step_s = cost if kept else 1.0
-        step = StepOutput(0, "", [7] * (1 + kept), kept, kept)
-        controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
-        drafted.append(kept > 0)
-    return drafted
+
+def run_exactly(controller: Controller, costs: Sequence[float]) -> list[bool]:
+    """Takes a step for each cost, of 2 tokens with drafts; returns by step whether it drafted."""
+    return [not take(controller, cost)[0] for cost in costs]
 
 
 def test_a_new_batch_size_begins_plainly_and_its_first_turn_decides():
@@ -210,12 +207,7 @@ def test_a_turn_of_bad_luck_is_made_up_for():
     controller, drafted = Controller(), 0
     kept = [0, 3, 0, 0, 2, 0, 3, 0, 3, 0, 2, 0] + [2, 3] * 50  # of three drafts, in steps of 2.25 plain ones
     for _ in range(80):
-        is_plain = controller.plan(sequences(1)) == PLAIN
-        num = 0 if is_plain else kept[drafted]
-        drafted += not is_plain
-        step = StepOutput(0, "", [7] * (1 + num), 0 if is_plain else 3, num)
-        step_s = 1.0 if is_plain else 2.25
-        controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
+        drafted += not take(controller, 2.25, kept[drafted], 3)[0]
     assert sum(1 + num for num in kept[1:TURN]) < 2.25 * (TURN - 1)  # the turn itself lost
     assert drafted == 80 - TURN
 
@@ -245,12 +237,8 @@ def test_drafts_made_now_and_then_are_charged_with_the_steps_that_they_slow_down
     """One step of ten drafts, brings a token more, and slows down those after it: 0.82 of plain decoding's speed."""
     controller, num_plain = Controller(), 0
     for at in range(4000):
-        is_plain = controller.plan(sequences(1)) == PLAIN
-        num_plain += is_plain
-        kept = 0 if is_plain or at % 10 else 1
-        step_s = 1.0 if is_plain else 4.0 if kept else 1.05
-        step = StepOutput(0, "", [7] * (1 + kept), kept, kept)
-        controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
+        kept = int(at % 10 == 0)
+        num_plain += take(controller, 4.0 if kept else 1.05, kept, kept)[0]
     assert num_plain > 3000
 
 
@@ -265,21 +253,15 @@ def test_what_it_costs_to_begin_drafting_again_makes_turns_seldom():
     """A draft that reads what it missed: 200 s, of which no other step has any."""
     controller, was_plain, total_s = Controller(), True, 0.0
     for _ in range(20_000):
-        is_plain = controller.plan(sequences(1)) == PLAIN
-        step_s = 1.0 if is_plain else 204.0 if was_plain else 4.0
-        was_plain, kept = is_plain, 0 if is_plain else 1
-        step = StepOutput(0, "", [7] * (1 + kept), kept, kept)
-        controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
-        total_s += step_s
+        cost = 204.0 if was_plain else 4.0
+        was_plain = take(controller, cost)[0]
+        total_s += 1.0 if was_plain else cost
     assert total_s < 1.05 * 20_000
 
 
 def test_plain_steps_are_measured_at_the_end_of_a_pause_alone():
-    controller, seen = Controller(), []
-    for _ in range(4000):
-        is_plain = controller.plan(sequences(1)) == PLAIN
-        step, step_s = StepOutput(0, "", [7], 0 if is_plain else 1, 0), 1.0 if is_plain else 3.0
-        seen.append((is_plain, controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))))
+    controller = Controller()
+    seen = [take(controller, 3.0, kept=0) for _ in range(4000)]
     pauses = [[measured for _, measured in run] for plain, run in itertools.groupby(seen, lambda one: one[0]) if plain]
     assert max(map(len, pauses)) > 4 * LEAST_PAUSE
     for pause in pauses[1:-1]:
