@@ -21,7 +21,7 @@ class SchemaSizes:
         self._count = count
         self._known: dict[int, float] = {}
         self._seen: set[int] = set()
-        self.largest = 1.0  # of all parts that were seen, and that end
+        self.choices: dict[tuple[int, str], float] = {}  # parts that a value may lack, and the longest alternatives
         before: dict[int, float] | None = None
         while before != self._known:  # a part may lead to itself
             before, self._seen = dict(self._known), set()
@@ -42,36 +42,40 @@ class SchemaSizes:
             size += self._size(part, root)
         for name in ("anyOf", "oneOf"):
             if parts := _list(schema, name):
-                size += min([self._size(part, root) for part in parts])
-        self._known[id(schema)] = self._noted(size)
+                size += self._chosen(schema, name, [self._size(part, root) for part in parts])
+        self._known[id(schema)] = size
         return size
 
-    def _noted(self, size: float) -> float:
-        self.largest = max(self.largest, size if math.isfinite(size) else 0)
-        return size
+    def _chosen(self, schema: Mapping[str, Any], name: str, sizes: list[float]) -> float:
+        self._note(schema, name, sizes if len(sizes) > 1 else [])  # a text may go on with the largest
+        return min(sizes, default=math.inf)
+
+    def _note(self, schema: Mapping[str, Any], name: str, sizes: list[float]) -> None:
+        self.choices[id(schema), name] = max(filter(math.isfinite, sizes), default=0.0)
 
     def _own(self, schema: Mapping[str, Any], root: Any) -> float:
         if "const" in schema or "enum" in schema:
             values = [schema["const"]] if "const" in schema else _list(schema, "enum")
-            return min([self._noted(self._count(json.dumps(value))) for value in values], default=math.inf)
+            return self._chosen(schema, "enum", [self._count(_written(value)) for value in values])
         asked = schema.get("type", [])
         kinds = [asked] if isinstance(asked, str) else asked if isinstance(asked, list) else []
-        sizes = {
-            "object": self._object(schema, root),
-            "array": self._array(schema, root),
-            "string": _text(schema),
-            "number": 1.0 + max([len(str(schema[name])) + 2 for name in _BOUNDS if name in schema], default=0),
-            "boolean": 1,
-            "null": 1,
+        sizes: Mapping[str, Callable[[Mapping[str, Any], Any], float]] = {
+            "object": self._object,
+            "array": self._array,
+            "string": self._text,
+            "number": self._digits,
+            "integer": self._digits,
+            "boolean": lambda *given: 1,
+            "null": lambda *given: 1,
         }
-        sizes["integer"] = sizes["number"]
-        return min([self._noted(sizes[kind]) for kind in kinds or sizes if kind in sizes], default=math.inf)
+        return self._chosen(schema, "type", [sizes[kind](schema, root) for kind in kinds or sizes if kind in sizes])
 
     def _array(self, schema: Mapping[str, Any], root: Any) -> float:
         first, least = _list(schema, "prefixItems"), _number(schema, "minItems")
         sizes = [self._size(part, root) + 1 for part in first]
         item = self._size(schema.get("items", True), root) + 1
         rest = max(least - len(first), 0)
+        self._note(schema, "items", [item, *sizes[least:]])
         return 2 + sum(sizes[:least]) + (rest * item if rest else 0)
 
     def _object(self, schema: Mapping[str, Any], root: Any) -> float:
@@ -79,19 +83,31 @@ class SchemaSizes:
         parts, size = parts if isinstance(parts, dict) else {}, 2.0
         required = set(map(str, _list(schema, "required")))
         for name, part in parts.items():
-            own = self._noted(self._count(json.dumps(name)) + 3 + self._size(part, root))
+            own = self._count(_written(name)) + 3 + self._size(part, root)
             size += own if name in required else 0
+            self._note(schema, f"property {name}", [0 if name in required else own])
         others = [schema.get("additionalProperties"), *dict(schema.get("patternProperties") or {}).values()]
-        more = max([self._size(part, root) for part in others if isinstance(part, dict)], default=1)
+        sizes = [self._size(part, root) for part in others if isinstance(part, dict)]
+        self._note(schema, "more", [size + 6 for size in sizes])
+        more = max(sizes, default=1)
         extra = len(required - parts.keys()) + _number(schema, "minProperties")
         return size + (extra * (more + 6) if extra else 0)
 
+    def _text(self, schema: Mapping[str, Any], root: Any) -> float:
+        least = _number(schema, "minLength") + (_FORMAT if "format" in schema else 0)
+        if isinstance(pattern := schema.get("pattern"), str):
+            least += len(pattern) + sum(map(int, re.findall(r"\d{1,6}", pattern)))
+        self._note(schema, "text", [2 + least] if least else [])
+        return 2 + least
 
-def _text(schema: Mapping[str, Any]) -> float:
-    least = _number(schema, "minLength") + (_FORMAT if "format" in schema else 0)
-    if isinstance(pattern := schema.get("pattern"), str):
-        least += len(pattern) + sum(map(int, re.findall(r"\d{1,6}", pattern)))
-    return 2 + least
+    def _digits(self, schema: Mapping[str, Any], root: Any) -> float:
+        size = 1.0 + max([len(str(schema[name])) + 2 for name in _BOUNDS if name in schema], default=0)
+        self._note(schema, "digits", [size])
+        return size
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _list(schema: Mapping[str, Any], name: str) -> list[Any]:
@@ -126,7 +142,10 @@ def growth_of_grammar(grammar: str, count: Callable[[str], int]) -> float | None
     sizes = [SchemaSizes(schema, count) for schema in schemas_in(grammar)]
     if any(math.isinf(size.least) for size in sizes):
         return math.inf
-    return max([2 * int(size.largest) + 8 for size in sizes], default=None)
+    choices = [choice for size in sizes for choice in size.choices.values()]
+    if not grammar.startswith("{") or '"lark_grammar"' in grammar:  # a schema's texts may come again, or be left out
+        choices += [size.least for size in sizes]
+    return sum(map(int, sorted(choices)[-2:])) + 12 if sizes else None
 
 
 def schemas_in(grammar: str) -> list[Any]:

@@ -235,21 +235,39 @@ def test_a_schema_whose_values_never_end_is_refused(grammars, schema):
         grammars.compile(StructuredOutputs(json=schema))
 
 
+SEVERAL = make_object(**{f"a{at}": {"type": "string"} for at in range(9)})
+CALLS = {"anyOf": [make_object(name={"const": "go"}), make_object(name={"const": "see"}, a=SEVERAL)]}
+
+
 @pytest.mark.parametrize(
-    ("schema", "size", "largest"),
+    ("schema", "size", "growth"),
     [
-        (True, 1, 1),
-        ({"type": "string"}, 2, 2),
-        ({"type": "string", "minLength": 50}, 52, 52),
-        ({"enum": ["a", "bbbbbbbb"]}, 3, 10),
-        ({"type": "array", "items": {"type": "null"}, "minItems": 4}, 10, 10),
-        (make_object(a={"type": "null"}), 9, 9),
-        ({"anyOf": [{"type": "null"}, make_object(a={"type": "null"})]}, 2, 9),
-        ({"type": "array", "items": {"$ref": "#"}}, 2, 2),
-        ({"properties": {"x": {"$ref": "#"}}, "required": ["x"]}, 1, 9),
+        (True, 1, 12),
+        ({"type": "string"}, 2, 12),
+        ({"type": "string", "minLength": 50}, 52, 64),
+        ({"enum": ["a", "bbbbbbbb"]}, 3, 22),
+        ({"type": "array", "items": {"type": "null"}, "minItems": 4}, 10, 14),
+        (make_object(a={"type": "null"}), 9, 12),
+        (make_object(é={"enum": ["é"]}), 11, 12),
+        (SEVERAL, 83, 12),
+        (CALLS, 16, 119),
+        ({"anyOf": [{"type": "null"}, make_object(a={"type": "null"})]}, 2, 23),
+        ({"type": "array", "items": {"$ref": "#"}}, 2, 17),
+        ({"properties": {"x": {"$ref": "#"}}}, 1, 21),
+        ({"properties": {"x": {"$ref": "#"}}, "required": ["x"]}, 1, 23),
     ],
 )
-def test_sizes_of_schemas(schema, size, largest):
-    sizes = SchemaSizes(schema, len)
-    assert sizes.least == size and largest <= sizes.largest <= largest + 4
+def test_sizes_of_schemas(schema, size, growth):
+    assert SchemaSizes(schema, len).least == size
+    whole = json.dumps({"grammars": [{"json_schema": schema}]})
+    assert growth_of_grammar(whole, len) == growth
     assert growth_of_grammar("start: /a/", len) is None
+    if isinstance(schema, dict):
+        assert growth_of_grammar(f"start: %json {json.dumps(schema)}", len) >= 12 + size
+
+
+def test_parts_that_must_come_leave_out_nothing(grammars):
+    wanted = StructuredOutputs(json=SEVERAL)
+    num = 1 + least(grammars, wanted) + 16
+    first = grammars.matcher(wanted, [5], num).allowed([])
+    np.testing.assert_array_equal(first, grammars.matcher(wanted, [5]).allowed([]))
