@@ -204,7 +204,9 @@ def _print_plan(plan: BuildPlan, prediction: dict[str, Any]) -> None:
     sizes = Table(Column("graph", overflow="fold"), *columns, box=None, header_style="dim")
     sizes.add_row("parameters", *(f"{graph['num_params'] / 1e6:.1f} M" for graph in graphs.values()))
     for label, key in _SIZES.items():
-        sizes.add_row(label, *(text_from_bytes(graph[key]) if graph.get(key) else "" for graph in graphs.values()))
+        cells = [text_from_bytes(graph[key]) if graph.get(key) else "" for graph in graphs.values()]
+        if any(cells):
+            sizes.add_row(label, *cells)
     total = {k: text_from_bytes(v) for k, v in prediction["total"].items()}
     console.print(sizes)
     sizes_of_bundle = dict.fromkeys((total["least_bundle_bytes"], total["bundle_bytes"]))

@@ -111,6 +111,7 @@ def test_a_dry_run_compares_with_the_machine_and_gives_a_time(run, recipe, monke
     assert code == 0 and "warning" not in err
     out = " ".join(out.split())
     assert "free on this machine: memory " in out and "the disk of " in out
+    assert " caches " in out and "of them adapters" not in out and "builder peak" not in out  # no graph has them
     assert "the build takes about 20 s to 2 min (as 41 builds on two busy cores: " in out
     monkeypatch.setattr(predict, "available_memory", lambda: 1000)
     code, out, err = run("build", recipe, "--dry-run")

@@ -27,10 +27,14 @@ PROMPT = "def add(a, b):"
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if given := os.environ.get("SPECCOMPILE_WHEEL"):
         return Path(given)
-    folder = tmp_path_factory.mktemp("dist")
+    folder, source = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("source")
+    # Of the files that deploy/Dockerfile copies alone: an image is built from no others.
+    for words in re.findall(r"^COPY (.+) /src/\S+$", (ROOT / "deploy/Dockerfile").read_text(), re.MULTILINE):
+        for name in words.split():
+            (source / name).symlink_to(ROOT / name)
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
     without_compiler = {**os.environ, "PATH": str(folder), "CXX": ""}
-    subprocess.run(command, cwd=ROOT, env=without_compiler, check=True, capture_output=True)
+    subprocess.run(command, cwd=source, env=without_compiler, check=True, capture_output=True)
     [found] = folder.glob("*.whl")
     return found
 

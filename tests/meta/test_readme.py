@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands, options and files that README and docs name exist."""
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -9,12 +10,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
 
 import speccompile
-from speccompile.cli.main import main
+from speccompile.cli.main import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FOLDERS = ("bench", "docs", "examples", "plugins", "tests")
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md"))),
+]
 BLOCK = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -62,19 +68,71 @@ def test_nothing_is_promised_from_an_index():
     assert f"dist/speccompile-{speccompile.__version__}-py3-none-linux_x86_64.whl[" in (ROOT / "README.md").read_text()
 
 
-COMMANDS = ("build", "verify", "generate", "chat", "serve", "triton", "bench", "train", "inspect", "doctor", "convert")
+PROGRAM = get_command(app)
+CLI_PAGE = (ROOT / "docs/reference/cli.md").read_text()
+SECTIONS = dict(re.findall(r"^## ([\w, ]+)\n(.*?)(?=^## |\Z)", CLI_PAGE, re.MULTILINE | re.DOTALL))
+OF_MODELS = CLI_PAGE.partition("## A model instead of a bundle\n")[2].partition("\n## ")[0]
+OPTION_PAGES = {"serve": "docs/reference/server.md", "triton": "docs/how_to/triton.md"}
+OF_GENERATE = {"chat", "replay", "profile"}  # which have options of `generate`, as their sections say
+OF_ALL = {"--help", "--log-level", "--json"}  # which the page has before the sections
 
 
-@pytest.mark.parametrize("subcommand", [*COMMANDS, "cache"])
-def test_every_option_shown_is_an_option(subcommand, capsys, monkeypatch):
+def spellings(subcommand):
+    """Returns the spellings of each option of a command: its names, and that which switches it off."""
+    params = [param for param in PROGRAM.commands[subcommand].params if param.param_type_name == "option"]
+    return [{*param.opts, *param.secondary_opts} for param in params]
+
+
+def options_in(text):
+    return set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", text))
+
+
+def section_of(subcommand):
+    """Returns the reference of a command: its section, and the table of options that this leads to."""
+    own = next(text for title, text in SECTIONS.items() if subcommand in title.split(", "))
+    page = (ROOT / OPTION_PAGES[subcommand]).read_text() if subcommand in OPTION_PAGES else ""
+    return own + page.partition("## Options\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("subcommand", PROGRAM.commands)
+def test_every_option_shown_is_an_option(subcommand):
     shown = [(page, words) for page, words in commands("speccompile") if words[0] == subcommand]
     assert shown, f"no page shows speccompile {subcommand}"
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main([subcommand, "--help"]) == 0
-    text = capsys.readouterr().out
+    known = set().union(*spellings(subcommand))
     for page, words in shown:
-        for option in (word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)):
-            assert re.search(rf"(?<![\w-]){option}(?![\w-])", text), f"{page}: {subcommand} has no {option}"
+        asked = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+        assert asked <= known | {"--help"}, f"{page}: {subcommand}"
+
+
+def test_every_subcommand_shown_is_one():
+    shown = {words[0] for _, words in commands("speccompile")}
+    assert shown - set(PROGRAM.commands) <= {"--help", "COMMAND"} | {w for w in shown if w.startswith("--help=")}
+
+
+@pytest.mark.parametrize("subcommand", PROGRAM.commands)
+def test_the_reference_has_every_option_and_no_other(subcommand):
+    text = section_of(subcommand)
+    shared = OF_MODELS if any("--spec-model" in names for names in spellings(subcommand)) else ""
+    shared += section_of("generate") if subcommand in OF_GENERATE else ""
+    named = options_in(text + shared) | OF_ALL
+    assert [names for names in spellings(subcommand) if not names & named] == []
+    rows = {option for row in re.findall(r"^\| (`-[^|]*) \|", text, re.MULTILINE) for option in options_in(row)}
+    title = next(title for title in SECTIONS if subcommand in title.split(", "))
+    assert rows <= set().union(*(names for name in title.split(", ") for names in spellings(name)))
+
+
+def test_every_name_that_a_page_imports_exists():
+    code = re.compile(r"^ *```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+    found = [
+        (str(page.relative_to(ROOT)), module, name.partition(" as ")[0])
+        for page in PAGES
+        for block in code.findall(page.read_text())
+        for module, names in re.findall(r"^ *from (speccompile[\w.]*) import (.+)$", block, re.MULTILINE)
+        for name in names.split(", ")
+        if module != "speccompile.serving.ray"  # needs Ray; tests/serving/ray imports it
+    ]
+    assert len(found) > 20
+    assert [row for row in found if not hasattr(importlib.import_module(row[1]), row[2])] == []
 
 
 def test_every_recipe_shown_exists():

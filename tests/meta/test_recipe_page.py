@@ -102,3 +102,20 @@ def test_shared_keys_name_methods_and_have_a_row_of_their_own():
     named = {name for _, of in SHARED.values() for name in re.findall(r"`([a-z0-9_]+)`", of)}
     assert SHARED
     assert named <= WITH_MODEL
+
+
+HEADS = {
+    method: dict(re.findall(r"`([a-z_]+)` `?([\w.\[\]-]+)`?", cell))
+    for method, cell in re.findall(
+        r"^\| `([a-z0-9_]+)` \| ([^|]+) \| [^|]+ \| [^|]+ \|$",
+        (Path(__file__).parents[2] / "docs/reference/training.md").read_text(),
+        re.MULTILINE,
+    )
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_page_of_training_has_every_size_of_a_method(method):
+    config = registry.method(method).TrainingConfig
+    fields = () if config is None else dataclasses.fields(config)
+    assert HEADS.get(method, {}) == {field.name: shown(field.default).strip("`") for field in fields}
