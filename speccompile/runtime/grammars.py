@@ -15,6 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -144,19 +145,23 @@ class GrammarMatcher:
         """
         if self._fault is not None:
             raise self._fault
-        return self._mask(path, self._matcher)
+        return self._mask_of_drafts(path) if path else self._mask(path, self._matcher)
 
     def draft_mask(self, path: Sequence[int]) -> Bools | None:
         """As `allowed`; None also where the grammar fails. It fails for drafts alone, not for the text."""
-        if self._fault is not None:
-            return None
+        if self._fault is None:
+            with suppress(GrammarFault):
+                return self._mask_of_drafts(path)
+        return None
+
+    def _mask_of_drafts(self, path: Sequence[int]) -> Bools | None:
         if self._copy is None:  # errors of llguidance stay
             self._copy = self._matcher.deep_copy()
         try:
             return self._mask(path, self._copy)
         except GrammarFault:
             self._copy = None
-            return None
+            raise
 
     def _mask(self, path: Sequence[int], matcher: Any) -> Bools | None:
         key = tuple(path)

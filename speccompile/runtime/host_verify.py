@@ -46,6 +46,9 @@ def verify_on_host(
         try:
             probs = TreeProbs(_logits_processor(sequences[slot], logits.shape[-1]), tokens, parents, logits[slot])
             sequences[slot].fault, (kept, follows) = None, accept_slot(tokens, parents, probs, draws, dists)
+            if probs.ends.intersection(kept):  # the next step fails at its root, as without drafts
+                num = next(at for at, node in enumerate(kept) if node in probs.ends)
+                kept, follows = kept[:num], int(tokens[kept[num]])
         except GrammarFault as fault:
             sequences[slot].fault, kept, follows = fault, [0], -1
         path[slot], path[slot, : len(kept)] = -1, kept

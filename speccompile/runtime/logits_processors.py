@@ -118,6 +118,8 @@ class TreeProbs:
         self._logits_processor, self._logits = logits_processor, logits
         self._tokens, self._parents = tokens.tolist(), parents.tolist()
         self._probs: dict[int, Floats] = {}
+        # Drafts after which the grammar fails: what would follow does not matter, as the text ends where one is kept.
+        self.ends: set[int] = set()
 
     def __getitem__(self, node: int) -> Floats:
         if node not in self._probs:
@@ -125,5 +127,11 @@ class TreeProbs:
             while above > 0:
                 path.append(self._tokens[above])
                 above = self._parents[above]
-            self._probs[node] = self._logits_processor.probs(self._logits[node], path[::-1])
+            try:
+                self._probs[node] = self._logits_processor.probs(self._logits[node], path[::-1])
+            except GrammarFault:
+                if node == 0:
+                    raise
+                self.ends.add(node)
+                self._probs[node] = np.eye(1, len(self._logits[node]), dtype=np.float32)[0]
         return self._probs[node]

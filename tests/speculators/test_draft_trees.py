@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 
+from speccompile.core import acceptance
 from speccompile.core.jobs import DecoderOptions, MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
 from speccompile.errors import RecipeError
@@ -11,10 +12,9 @@ from speccompile.graph_kinds.decoder import VocabCandidateOptions
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
-from tests.core.distribution_lab import spread
-from tests.lab.decoding import finished, greedy_batch
+from tests.lab.decoding import finished, greedy_batch, num_accepted
 from tests.mock_lm import VOCAB, MockEngine, MockLM
-from tests.speculators.distribution_check import LEAST, WARPS, decode_many, fit_p_value
+from tests.speculators.distribution_check import LEAST, decode_mixed, mixed_p_value
 
 TARGET = MockLM(seed=1)
 DRAFT = TARGET.blurred(seed=2, blur=0.8)
@@ -103,13 +103,14 @@ def test_the_draft_reads_little_again(tree):
 
 
 @pytest.mark.distribution
-@pytest.mark.parametrize(("tree", "heat"), spread([(tree,) for tree in TREES[1:]], WARPS, 2))
-def test_drawn_trees_follow_the_targets_distribution(tree, heat):
-    proposer = make_proposer(tree, slots=60)
-    target = MockEngine(TARGET, "target", 60, ROWS, headroom=NODES + 1)
-    done = decode_many(target, proposer, heat, 1000, ROWS)
-    assert fit_p_value(done, TARGET, heat) > LEAST
-    assert sum(sequence.stats.num_draft_tokens for sequence in done) > 1000
+@pytest.mark.parametrize("tree", [*TREES, "chain"])
+def test_every_token_of_mixed_batches_has_the_targets_distribution(tree):
+    """Requests with other temperatures join and are cancelled; chains end where another draft does not pay."""
+    target = MockEngine(TARGET, "target", 30, ROWS, headroom=NODES + 1)
+    done = decode_mixed(target, make_proposer(tree, slots=30, costs=COSTS), 400, ROWS)
+    assert mixed_p_value(done, TARGET, DRAFT) > LEAST
+    drafted, accepted = sum(sequence.stats.num_draft_tokens for sequence in done), num_accepted(done)
+    assert 800 < accepted < 0.9 * drafted
 
 
 @pytest.mark.parametrize("fields", [{"drafts": "greedy"}, {}])
@@ -146,10 +147,17 @@ def test_draws_of_every_batch_size_share_one_array():
 def test_siblings_that_are_drawn_with_one_number_are_noticed(monkeypatch):
     right = SequenceBatch.draft_uniforms
     monkeypatch.setattr(SequenceBatch, "draft_uniforms", lambda *args: np.repeat(right(*args)[:, :1], args[-1], axis=1))
-    proposer = make_proposer({"widths": [3, 2]}, slots=60)
-    target = MockEngine(TARGET, "target", 60, ROWS, headroom=NODES + 1)
-    heat = WARPS[0]
-    assert fit_p_value(decode_many(target, proposer, heat, 1000, ROWS), TARGET, heat) < LEAST
+    target = MockEngine(TARGET, "target", 30, ROWS, headroom=NODES + 1)
+    done = decode_mixed(target, make_proposer({"widths": [3, 2]}, slots=30), 300, ROWS)
+    assert mixed_p_value(done, TARGET, DRAFT) < LEAST
+
+
+@pytest.mark.distribution
+def test_the_targets_own_distribution_after_a_refusal_is_noticed(monkeypatch):
+    monkeypatch.setattr(acceptance, "residual", lambda target_probs, draft_probs: target_probs)
+    target = MockEngine(TARGET, "target", 30, ROWS, headroom=NODES + 1)
+    done = decode_mixed(target, make_proposer("chain", slots=30, costs=COSTS), 300, ROWS)
+    assert mixed_p_value(done, TARGET, DRAFT) < LEAST
 
 
 def test_drawn_siblings_carry_the_distributions_they_were_drawn_from():
