@@ -40,7 +40,7 @@ def mutated_library(folder: Path, mutants: Mutants, *families: str) -> Path:
     keep_families(sources / "library.cpp", *families)
     compiler = kernel_build.find_compiler()
     assert compiler is not None
-    flags = ("-O1", *kernel_build.native_flags())
+    flags = ("-O0", *kernel_build.native_flags())
 
     def make(dest: Path) -> None:
         assert kernel_build.compile_library(sources, dest / "mutants.so", compiler, flags) is None
