@@ -34,7 +34,7 @@ _REASONS = {
         num_anchors ce_loss_alpha l1_loss_alpha confidence_head_alpha freeze_embedding embed_requires_grad""",
     "how another program runs it": """
         use_cache return_dict output_attentions output_hidden_states torchscript use_bfloat16 tf_legacy_loss
-        pruned_heads chunk_size_feed_forward is_decoder is_encoder_decoder add_cross_attention
+        pruned_heads num_lookahead_tokens chunk_size_feed_forward is_decoder is_encoder_decoder add_cross_attention
         cross_attention_hidden_size attn_implementation cache_implementation gradient_checkpointing
         use_flash_attention attention_backend max_position_embeddings initial_context_length model_max_length""",
     "of generation": """
@@ -58,6 +58,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_qk_norm", "qk_norm", "attention_sinks", "attention_sink_bias"), (False,)),
     **dict.fromkeys(("attention_k_eq_v", "attn_output_gate", "use_mtp_layernorm", "sandwich_norm"), (False,)),
     **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_aux_hidden_state"), (True,)),
+    "skip_prenorm": (True,),
+    "skip_output_norm": (True,),
+    "add_para_norm": (False,),
     **dict.fromkeys(("use_sliding_window", "use_swa"), (False,)),
     "parallel_draft_step": (1,),
     "next_layer_regular": (True,),

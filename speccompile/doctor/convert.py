@@ -62,7 +62,7 @@ def _cut_vocabulary(
     # A draft vocabulary equal to the target's is cut with it.
     whole = ("vocab", "draft_vocab") if case.sizes.get("draft_vocab") == size else ("vocab",)
     cut = {name: t[:vocab] if rows[name][0] in whole else t for name, t in tensors.items()}
-    names = ("vocab_size", "draft_vocab_size")
+    names = ("vocab_size", "draft_vocab_size", "truncated_vocab_size")
     return {k: vocab if k in names and v == size else v for k, v in config.items()}, cut
 
 

@@ -18,12 +18,14 @@ def target_tokens(num: int, vocab: int, weights: Mapping[str, torch.Tensor] | No
     """Returns [num] int64: the target's token of each draft token; None where the vocabularies are one.
 
     Args:
-        weights: with `d2t`, [num] offsets, where the vocabulary is reduced; None: evenly spaced tokens.
+        weights: with `d2t`, [num] offsets, or `token_map`, where it is reduced; None: evenly spaced tokens.
     """
     if num == vocab and (weights is None or "d2t" not in weights):
         return None
     if weights is None:
         return torch.arange(num) * vocab // num
+    if "token_map" in weights:
+        return weights["token_map"].to(torch.int64)
     return weights["d2t"].to(torch.int64) + torch.arange(num)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-_NESTED = "transformer_layer_config"
+NESTED = ("transformer_layer_config", "model")  # in a config: the layers' own, the latter in vLLM's
 
 
 class FeatureSource(SpeculatorSource):
@@ -83,8 +83,7 @@ def trace_features(module: Any, spec: GraphSpec, max_rows: int, progress: Callab
 
 def check_window(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse a window of the attention, which loaders without windows drop silently."""
-    held = config.get(_NESTED)
-    layer = held if isinstance(held, Mapping) else config
+    layer = next((held for name in NESTED if isinstance(held := config.get(name), Mapping)), config)
     window = layer.get("sliding_window")
     if window and layer.get("use_sliding_window", True):
         where, todo = f"{folder / 'config.json'} (sliding_window)", "Drafters with a window are not supported."

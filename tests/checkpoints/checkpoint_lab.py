@@ -46,6 +46,7 @@ from tests.checkpoints.lab_files import (  # noqa: F401
 )
 from tests.checkpoints.mask_files import pard, peagle_numbered, peagle_ours, peagle_qwen, peagle_speculators
 from tests.checkpoints.mtp_files import mtp_glm, mtp_ours, mtp_qwen, mtp_speculators
+from tests.checkpoints.vllm_files import VLLM_LAYOUTS
 
 
 def medusa_tensors(num_heads: int = 3, num_layers: int = 1) -> Tensors:
@@ -389,6 +390,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "peagle-numbered": (peagle_numbered, "eagle3/numbered"),
     "peagle-speculators": (peagle_speculators, "eagle3/speculators"),
     "peagle-qwen": (peagle_qwen, "eagle3/speculators"),
+    **VLLM_LAYOUTS,
     "glide": (glide_ours, "glide/ours"),
     "glide-tied": (glide_tied, "glide/ours"),
     "prophet": (prophet_ours, "prophet/ours"),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests.checkpoints import checkpoint_lab as lab
+from tests.checkpoints import vllm_files
 from tests.doctor.traps import Trap, config, put, tensors
 
 
@@ -18,6 +19,30 @@ def unread(make: Callable[[Path], Path], words: str, **changes: Any) -> Trap:
 TWO_KINDS = {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e6}}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 CONFIG_TRAPS: dict[str, Trap] = {
+    "a token map of another model": Trap(
+        vllm_files.eagle_vllm_cut,
+        "token_map",
+        r"got a map to 12 tokens from 0 to 40; expected 12 different tokens of the 40",
+        put("token_map", lambda t: torch.where(t == 39, 40, t)),
+    ),
+    "a token map that repeats one": Trap(
+        vllm_files.medusa_vllm_cut,
+        "token_map",
+        "got a map to 11 tokens from 0 to 34",
+        put("token_map", lambda t: torch.where(t == 39, 0, t)),
+    ),
+    "norms that vLLM adds to a drafter": Trap(
+        vllm_files.eagle_vllm,
+        "config.keys",
+        r"\(model\.add_para_norm\): got True; expected False",
+        config(model__add_para_norm=True),
+    ),
+    "norms that the speculators library adds": Trap(
+        vllm_files.eagle_speculators,
+        "config.keys",
+        r"\(layernorms\): got True; expected False",
+        config(layernorms=True),
+    ),
     "rotated pairs": unread(
         lab.eagle3_ours, r"\(rope_is_neox_style\): got False; expected True", rope_is_neox_style=False
     ),

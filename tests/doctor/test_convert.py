@@ -32,6 +32,9 @@ PAIRS = [
     ("dflash-lilicorr-wide", "ours"), ("dflash-domino", "ours"), ("dflash-domino-first", "ours"),
     ("dflash-speculators", "ours"), ("mtp", "ours"),
     ("mtp", "speculators"), ("mtp-speculators", "ours"), ("mtp-qwen", "ours"), ("mtp-glm", "ours"),
+    ("medusa-vllm-cut", "ours"), ("medusa-vllm-cut", "vllm"), ("medusa-vllm-shared", "ours"),
+    ("medusa-vllm-shared", "vllm"), ("eagle-vllm", "ours"), ("eagle-vllm-cut", "ours"), ("eagle-speculators", "ours"),
+    ("eagle3-nvidia", "speculators"),
     ("prophet", "ours"), ("prophet-small", "ours"), ("prophet-tied", "ours"),
 ]  # fmt: skip
 

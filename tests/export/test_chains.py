@@ -25,7 +25,7 @@ def test_chains_at_once_are_chains_alone(has_masks):
     torch.manual_seed(0)
     register()
     dims = replace(dims_from_config(Path("config"), CONFIG, "eagle3", 1), layers=(0, 1, 2))
-    body = make_body(CONFIG, dims, None, torch.randn(20, 16), has_masks=False)
+    body = make_body(CONFIG, dims, None, None, has_masks=False)
     for parameter in body.parameters():
         parameter.data = torch.randn_like(parameter) * 0.5
     body.config._attn_implementation = IMPLEMENTATION

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """EAGLE-1 and EAGLE-2 drafters on disk, and as the source of a graph. Needs no torch before the export.
 
-The first layer has no norm before its attention, and there is no LM head: the target's is used.
+The first layer has no norm before its attention. Where no LM head or embeddings are stored, the target's are used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.target_tables import EMBEDDINGS
-from speccompile.core.jobs import CandidateOptions
+from speccompile.checkpoints.target_tables import EMBEDDINGS, LM_HEAD
+from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext
 from speccompile.core.specs import GraphSpec
 from speccompile.doctor.decoder_rows import (
     decoder_config,
@@ -22,8 +23,21 @@ from speccompile.doctor.decoder_rows import (
 )
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
-from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, config_of_sizes, finding, flag, unchanged
-from speccompile.export.feature_source import FeatureSource
+from speccompile.doctor.layouts import (
+    ANY,
+    Case,
+    Check,
+    Format,
+    Row,
+    Size,
+    Sizes,
+    config_of_sizes,
+    finding,
+    flag,
+    unchanged,
+)
+from speccompile.doctor.token_map import CHECK_MAP, IGNORED_MAP, MAP_ROW, cut_heads, derive_map, map_sizes
+from speccompile.export.feature_source import NESTED, FeatureSource
 from speccompile.graph_kinds.features import feature_draft_spec
 
 if TYPE_CHECKING:
@@ -31,12 +45,14 @@ if TYPE_CHECKING:
 
 _LAYER = "layers.{layer}"
 _FIRST_NORM = "layers.0.input_layernorm.weight"
+_EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def _derive(sizes: Sizes) -> None:
     derive_decoder(sizes)
     sizes["target_hidden"] = sizes["hidden"]
     sizes["two_hidden"] = times(2, sizes["hidden"])
+    derive_map(sizes)
 
 
 def _check_first_norm(case: Case) -> Iterator[Finding]:
@@ -46,45 +62,72 @@ def _check_first_norm(case: Case) -> Iterator[Finding]:
         yield finding("error", case.where(key), "a norm in the first layer", "none, as the layer has none", todo)
 
 
-def _check_head(case: Case) -> Iterator[Finding]:
-    key = case.prefix + "lm_head.weight"
-    if key in case.files.headers:
-        todo = "The target's LM head is used; if this one was trained, the drafter is of another kind."
-        yield finding("error", case.where(key), "an LM head", "none: the target's head reads the features", todo)
-
-
 _OWN_SIZES = (
     Size("vocab", ("vocab_size",), stored=((r"^embed_tokens\.weight$", 0),)),
-    Size("num_layers", ("num_hidden_layers",), count=r"^layers\.(\d+)\."),
-    flag("has_bias", "bias", present=r"^fc\.bias$"),
+    Size("num_layers", ("num_hidden_layers",), count=r"^layers\.(\d+)\.", default=1),
+    flag("has_bias", "bias", "eagle_fc_bias", "fusion_bias", present=r"^(fusion_)?fc\.bias$"),
+    *map_sizes(r"^lm_head\.weight$", "draft_vocab_size", "truncated_vocab_size"),
 )
+_READS = (*decoder_reads(), "sliding_window", "use_sliding_window")
 
 
 def _canonical_config(case: Case) -> dict[str, Any]:
-    return {**decoder_config(case.config), "model_type": "eagle", **config_of_sizes(_OWN_SIZES, case.sizes)}
+    layers = [held for name in NESTED if isinstance(held := case.config.get(name), Mapping)]
+    config = {**(layers[0] if layers else {}), **case.config}
+    return {**decoder_config(config), "model_type": "eagle", **config_of_sizes(_OWN_SIZES, case.sizes)}
+
+
+def _layout(name: str, label: str, *, scope: str = "", fc: str = "fc", first: str = "layers.0", **own: Any) -> Format:
+    # `scope`: the object of its config that has the layers', beside which the config's own keys count first.
+    sizes = (*decoder_sizes(), *_OWN_SIZES)
+    rows = (
+        Row(_EMBEDDINGS, ("vocab", "hidden"), is_optional=True, table=EMBEDDINGS),
+        Row(f"{fc}.weight", ("hidden", "two_hidden"), name="fc.weight"),
+        Row(f"{fc}.bias", ("hidden",), name="fc.bias", need="has_bias"),
+        *decoder_rows(first, name="layers.0", has_input_norm=False),
+        *decoder_rows(_LAYER, (("layer", "num_layers", 1),)),
+        Row(_HEAD, ("draft_vocab", "hidden"), is_optional=True, table=LM_HEAD),
+        MAP_ROW,
+    )
+    return Format(
+        f"eagle/{name}",
+        label,
+        "eagle",
+        tuple(replace(size, keys=(*size.keys, *(scope + key for key in size.keys))) for size in sizes),
+        rows,
+        (*COMMON, Check("eagle.first_norm", _check_first_norm), CHECK_MAP),
+        ignored=(r"rotary_emb\.inv_freq$", r"layers\.0\.input_layernorm\.weight$", IGNORED_MAP),
+        derive=_derive,
+        complete=cut_heads,
+        ours=_canonical_config,
+        reads=(*_READS, *(scope + key for key in _READS)),
+        **own,
+    )
 
 
 FORMATS = (
-    Format(
-        "eagle/ours",
+    _layout(
+        "vllm",
+        "EAGLE-1 or 2 drafter (vLLM)",
+        scope="model.",
+        config_marks=(("model.hidden_size", ANY),),
+        prefixes=("", "model."),
+    ),
+    _layout(
+        "speculators",
+        "EAGLE-1 or 2 drafter (speculators format)",
+        scope="transformer_layer_config.",
+        fc="fusion_fc",
+        first="transformer",
+        config_marks=(("speculators_model_type", "eagle"),),
+        fixed={"layernorms": (False,), "transformer_layer_architecture": ("LlamaDecoderLayer",)},
+    ),
+    _layout(
+        "ours",
         "EAGLE-1 or 2 drafter",
-        "eagle",
-        (*decoder_sizes(), *_OWN_SIZES),
-        (
-            Row("embed_tokens.weight", ("vocab", "hidden"), table=EMBEDDINGS),
-            Row("fc.weight", ("hidden", "two_hidden")),
-            Row("fc.bias", ("hidden",), need="has_bias"),
-            *decoder_rows("layers.0", has_input_norm=False),
-            *decoder_rows(_LAYER, (("layer", "num_layers", 1),)),
-        ),
-        (*COMMON, Check("eagle.first_norm", _check_first_norm), Check("eagle.lm_head", _check_head)),
         marks=(r"^fc\.(weight|bias)$", r"^layers\.0\.self_attn\.q_proj\.weight$"),
         without=(r"(^|\.)midlayer\.", r"hidden_norm", r"(^|\.)(d2t|t2d)$", r"cross_attn", r"(^|\.)norm\.weight$"),
-        ignored=(r"rotary_emb\.inv_freq$", r"layers\.0\.input_layernorm\.weight$", r"(^|\.)lm_head\.weight$"),
-        derive=_derive,
-        ours=_canonical_config,
         config=unchanged,
-        reads=(*decoder_reads(), "sliding_window", "use_sliding_window"),
     ),
 )
 
@@ -94,16 +137,21 @@ class DraftSource(FeatureSource):
 
     formats = FORMATS
 
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        super().__init__(job, context)
+        self.needs_tables = any(self.case.key_of(name) is None for name in (_EMBEDDINGS, _HEAD))
+
     def tables(self) -> dict[str, tuple[int, ...]]:
-        return {"lm_head.weight": (self.dims.vocab_size, self.dims.hidden_size)}
+        return {_HEAD: (self.dims.draft_vocab_size, self.dims.hidden_size)}
 
     def spec(self) -> GraphSpec:
         options: CandidateOptions = self.job.options
-        num = min(options.num_candidates, self.dims.vocab_size)
+        num = min(options.num_candidates, self.dims.draft_vocab_size)
         return feature_draft_spec(self.job.name, self.dims, num, options.gives_probs, self.max_rows)
 
     def make_module(self) -> torch.nn.Module:
         from speccompile.checkpoints.target_tables import read_tables
         from speccompile.speculators.eagle.model import make_body
 
-        return make_body(self.config, self.dims, self.read_weights(), read_tables(self.context).lm_head)
+        tables = read_tables(self.context) if self.needs_tables else None
+        return make_body(self.config, self.dims, self.read_weights(), tables)

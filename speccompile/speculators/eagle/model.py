@@ -14,18 +14,16 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from speccompile.checkpoints.target_tables import TargetTables
+from speccompile.export.draft_vocab import target_tokens
 from speccompile.export.feature_draft import FeatureBody, fill_weights, layer_config, widen_projections
 from speccompile.graph_kinds.features import FeatureDims
 
-LM_HEAD = "lm_head.weight"
-
 
 class EagleBody(FeatureBody):
-    """The drafter with the target's LM head."""
+    """The drafter with its LM head. `target_tokens`: [draft_vocab] int64; None where the vocabularies are one."""
 
-    target_tokens = None
-
-    def __init__(self, config: Mapping[str, Any], dims: FeatureDims) -> None:
+    def __init__(self, config: Mapping[str, Any], dims: FeatureDims, target_tokens: torch.Tensor | None) -> None:
         layer, hidden = layer_config(config), dims.hidden_size
         super().__init__(layer)
         self.embed_tokens = nn.Embedding(dims.vocab_size, hidden)
@@ -34,7 +32,8 @@ class EagleBody(FeatureBody):
         for part in self.layers:
             widen_projections(part.self_attn, hidden, config)
         self.layers[0].input_layernorm = nn.Identity()
-        self.lm_head = nn.Linear(hidden, dims.vocab_size, bias=False)
+        self.lm_head = nn.Linear(hidden, dims.draft_vocab_size, bias=False)
+        self.target_tokens = target_tokens
 
     def advance(self, tokens: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
         x = self.fc(torch.cat((self.embed_tokens(tokens), features), -1))
@@ -47,10 +46,17 @@ class EagleBody(FeatureBody):
 
 
 def make_body(
-    config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None, lm_head: torch.Tensor
+    config: Mapping[str, Any],
+    dims: FeatureDims,
+    weights: Mapping[str, torch.Tensor] | None,
+    tables: TargetTables | None,  # in the place of those that are not among the weights; None: all are
 ) -> EagleBody:
     """Returns the drafter with its weights. `weights`: by the names of the canonical layout; None: random ones."""
+    tokens, shared = target_tokens(dims.draft_vocab_size, dims.vocab_size, weights), {}
+    if tables is not None:
+        head = tables.lm_head if tokens is None else tables.lm_head[tokens]
+        shared = {"embed_tokens.weight": tables.embeddings, "lm_head.weight": head}
     with torch.device("meta"):
-        body = EagleBody(config, dims)
-    fill_weights(body, weights, {LM_HEAD: lm_head})
+        body = EagleBody(config, dims, tokens)
+    fill_weights(body, weights, shared)
     return body.eval()

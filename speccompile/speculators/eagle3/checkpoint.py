@@ -24,6 +24,7 @@ from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec
 from speccompile.speculators.eagle3.layouts import (
     EMBEDDINGS,
     FORMATS,
+    HEAD,
     IDS,
     MASK_HIDDEN,
     MASK_TOKENS,
@@ -124,7 +125,7 @@ class DraftSource(_Eagle3Source):
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
-        self.needs_tables = self.is_random or not holds(self.folder, EMBEDDINGS)
+        self.needs_tables = self.is_random or not all(holds(self.folder, name) for name in (EMBEDDINGS, HEAD))
         self.mask_token = self._mask_token()
 
     def _mask_token(self) -> int | None:
@@ -155,9 +156,9 @@ class DraftSource(_Eagle3Source):
         from speccompile.checkpoints.target_tables import read_tables
         from speccompile.speculators.eagle3.model import make_body
 
-        embeddings: Any = read_tables(self.context).embeddings if self.needs_tables else None
+        tables = read_tables(self.context) if self.needs_tables else None
         has_masks = self.mask_token is not None
-        return make_body(self.config, self.dims, self.read_weights(), embeddings, has_masks=has_masks)
+        return make_body(self.config, self.dims, self.read_weights(), tables, has_masks=has_masks)
 
 
 class FusionSource(FusionGraph, _Eagle3Source):

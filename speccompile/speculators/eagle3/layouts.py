@@ -41,13 +41,13 @@ from speccompile.speculators.eagle3.speculators_config import (
 EMBEDDINGS = "embed_tokens.weight"
 NUM_STREAMS = 3  # residual streams of the target that are fused where the checkpoint does not name them
 MASK_HIDDEN = "mask_hidden"
-HEAD_DOWN = "lm_head_down.weight"
+HEAD, HEAD_DOWN = "lm_head.weight", "lm_head_down.weight"
 _MASKED = rf"^{MASK_HIDDEN}$"
 MASK_TOKENS = ("ptd_token_id", "pard_token", "mask_token_id")  # in the config; the first is written
 IDS = ("eagle_aux_hidden_state_layer_ids", "eagle_config.eagle_aux_hidden_state_layer_ids")
 OUTPUTS = "target_layer_ids"
 STATES = "num_aux_hidden_states"
-_OWN = (*IDS, "norm_before_residual", "norm_output", "qk_norm", "sliding_window", "use_sliding_window")
+_OWN = (*IDS, "norm_before_residual", "qk_norm", "sliding_window", "use_sliding_window")
 
 
 def _derive(sizes: Sizes) -> None:
@@ -58,8 +58,11 @@ def _derive(sizes: Sizes) -> None:
     sizes["num_states"] = int(stored or 0) // int(width or 1) if is_whole else NUM_STREAMS
     sizes["fused"] = times(sizes["num_states"], width)
     sizes["two_hidden"] = times(2, sizes["hidden"])
+    sizes["draft_vocab"] = sizes["draft_vocab"] or sizes["vocab"]
     sizes["is_reduced"] = int(sizes["draft_vocab"] != sizes["vocab"])
     sizes["has_own_embedding"] = int(sizes["hidden"] != sizes["target_hidden"])
+    may_share = not (sizes["is_reduced"] or sizes["has_own_embedding"] or sizes.get("head_rank"))
+    sizes["may_share_head"], sizes["has_own_head"] = int(may_share), int(not may_share and not sizes.get("head_rank"))
     named = sizes.get("mask_token")
     sizes["has_masks"] = int(bool(sizes["has_masks"]) or (named is not None and named >= 0))
     width, flat_width = sizes.pop("mask_width"), sizes.pop("flat_mask_width")
@@ -185,7 +188,7 @@ def _canonical_config(case: Case) -> dict[str, Any]:
         IDS[0]: layer_ids(config),
         OUTPUTS: config.get(OUTPUTS),
         "fc_norm": bool(sizes["has_fc_norm"]) or None,
-        "norm_output": bool(config.get("norm_output")) or None,
+        "norm_output": bool(sizes["norms_output"]) or None,
         "qk_norm": bool(sizes["has_qk_norm"]) or None,
         "head_rank": sizes.get("head_rank") or None,
         "base_model_name_or_path": lookup(config, "speculators_config.verifier.name_or_path"),
@@ -217,19 +220,20 @@ def _complete(config: Mapping[str, Any], tensors: dict[str, Any]) -> None:
 
 def _sizes(scope: str = "") -> tuple[Size, ...]:
     """Returns the sizes, with those of the layer in an object of the config."""
-    marks = ((r"^t2d$", 0), (r"^embed_tokens\.weight$", 0))
+    marks, head = ((r"^t2d$", 0), (r"^embed_tokens\.weight$", 0)), ((r"^lm_head\.weight$", 0),)
     return (
         *decoder_sizes(scope),
         Size("num_layers", (f"{scope}num_hidden_layers",), count=r"^layers\.(\d+)\.", default=1),
         Size("vocab", (f"{scope}vocab_size",), stored=marks),
-        Size("draft_vocab", ("draft_vocab_size",), stored=((r"^lm_head\.weight$", 0),), needed_with=r"^(d2t|t2d)$"),
+        Size("draft_vocab", ("draft_vocab_size",), stored=head, default=0, needed_with=r"^(d2t|t2d)$"),
         Size("target_hidden", ("target_hidden_size",), default=0, least=0),
         Size("fc_width", stored=((r"^fc\.weight$", 1),), default=0, least=0),
         flag("has_qk_norm", "qk_norm", present=r"\.self_attn\.q_norm\.weight$"),
         Size("stated_states", (STATES,), default=0, least=0),
         flag("has_first", present=r"^midlayer\."),
         flag("has_more", present=r"^layers\.\d+\."),
-        flag("has_input_norm", "norm_before_fc", present=r"^input_norm\.weight$"),
+        flag("has_input_norm", "eagle_config.norm_before_fc", "norm_before_fc", present=r"^input_norm\.weight$"),
+        flag("norms_output", "eagle_config.return_hidden_post_norm", "norm_output"),
         flag("has_masks", "parallel_drafting", present=_MASKED),
         Size("mask_token", MASK_TOKENS, default=-1, least=0),
         Size("mask_width", stored=((_MASKED, 2),), default=0, least=0),
@@ -248,7 +252,7 @@ def _rows(first: str, *, has_low_rank: bool = False) -> tuple[Row, ...]:
     over, further = (("layer", "num_layers", 1),), "layers.{layer}"
     low_rank = (
         Row(HEAD_DOWN, ("head_rank", "hidden"), need="head_rank"),
-        Row("lm_head.weight", ("draft_vocab", "head_rank"), need="head_rank"),
+        Row(HEAD, ("draft_vocab", "head_rank"), need="head_rank"),
     )
     maps = (("d2t", ("draft_vocab",), ("I64", "I32"), False), ("t2d", ("vocab",), ("BOOL",), True))
     return (
@@ -262,7 +266,8 @@ def _rows(first: str, *, has_low_rank: bool = False) -> tuple[Row, ...]:
         *decoder_rows(further, over),
         *(row for stem, *own in ((first, (), "midlayer"), (further, over, further)) for row in _norm_rows(stem, *own)),
         Row("norm.weight", ("hidden",)),
-        Row("lm_head.weight", ("draft_vocab", "hidden"), need="!head_rank" if has_low_rank else ""),
+        Row(HEAD, ("draft_vocab", "hidden"), need="has_own_head"),
+        Row(HEAD, ("draft_vocab", "hidden"), need="may_share_head", is_optional=True),
         *(low_rank if has_low_rank else ()),
         Row(EMBEDDINGS, ("vocab", "hidden"), need="has_own_embedding"),
         Row(EMBEDDINGS, ("vocab", "hidden"), need="!has_own_embedding", is_optional=True, table=_SHARED),

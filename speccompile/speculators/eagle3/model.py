@@ -20,10 +20,11 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
+from speccompile.checkpoints.target_tables import TargetTables
 from speccompile.export.draft_vocab import target_tokens
 from speccompile.export.feature_draft import FeatureBody, fill_weights, layer_config, widen_projections
 from speccompile.graph_kinds.features import FeatureDims
-from speccompile.speculators.eagle3.layouts import MASK_HIDDEN
+from speccompile.speculators.eagle3.layouts import HEAD, MASK_HIDDEN
 from speccompile.speculators.eagle3.speculators_config import windows_of
 
 
@@ -108,7 +109,7 @@ def make_body(
     config: Mapping[str, Any],
     dims: FeatureDims,
     weights: Mapping[str, torch.Tensor] | None,
-    embeddings: torch.Tensor,
+    tables: TargetTables | None,  # in the place of those that are not among the weights; None: all are
     *,
     has_masks: bool = False,
 ) -> Eagle3Body:
@@ -116,12 +117,14 @@ def make_body(
 
     Args:
         weights: by the names of the canonical layout; None: random ones.
-        has_masks: it reads masks (P-EAGLE).
     """
     tokens = target_tokens(dims.draft_vocab_size, dims.vocab_size, weights)
     with torch.device("meta"):
         body = Eagle3Body(config, dims, tokens)
-    fill_weights(body, weights, {"embed_tokens.weight": embeddings})
+    shared = {} if tables is None else {"embed_tokens.weight": tables.embeddings}
+    if tables is not None and weights is not None:
+        shared[HEAD] = tables.lm_head
+    fill_weights(body, weights, shared)
     if has_masks:
         body.mask_feature = mask_feature(config, dims, weights)
     return body.eval()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from speccompile.checkpoints.target_tables import TargetTables
 from speccompile.doctor.layouts import Case
 from speccompile.doctor.probe import Convention, Reading
 from speccompile.errors import RecipeError
@@ -42,7 +43,7 @@ class Eagle3Probe:
     max_drafts = _MOST_DRAFTS
 
     def __init__(self, case: Case, parts: TargetParts) -> None:
-        self.folder, self.embeddings = case.folder, parts.embeddings
+        self.folder, self.tables = case.folder, TargetTables(parts.embeddings, parts.lm_head)
         self.config, self.weights = read_case(case)
         num_layers = int(parts.config["num_hidden_layers"])
         self.dims = dims_from_config(case.folder, self.config, case.layout.method, 1)
@@ -92,7 +93,7 @@ class Eagle3Probe:
             config = with_base(config, reading["rope_theta"])
         weights, dims = self._weights(reading), replace(self.dims, layers=tuple(reading["layers"]))
         has_masks, token = mask_token(config)
-        body: Eagle3Body = make_body(config, dims, weights, self.embeddings, has_masks=has_masks)
+        body: Eagle3Body = make_body(config, dims, weights, self.tables, has_masks=has_masks)
         check_windows(self.folder, body.windows, text.tokens.shape[1])
         body.config._attn_implementation = IMPLEMENTATION
         features = make_fusion(config, dims, weights)([text.layers[i].float() for i in dims.layers])

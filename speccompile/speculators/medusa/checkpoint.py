@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.target_tables import read_tables
+from speccompile.checkpoints.target_tables import LM_HEAD, read_tables
 from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.core.specs import GraphSpec
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, config_of_sizes, finding, flag
+from speccompile.doctor.token_map import CHECK_MAP, IGNORED_MAP, MAP_ROW, cut_heads, derive_map, map_sizes
 from speccompile.errors import RecipeError
 from speccompile.export.checks import check_head_candidates
 from speccompile.export.speculator_source import SpeculatorSource
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
 
 _OVER_HEADS = (("head", "num_heads", 0),)
 _LATER = (*_OVER_HEADS, ("layer", "num_layers", 1))
-_TARGET_HEAD = "lm_head.weight"  # the target's, not one of the heads
+_TARGET_HEAD = "lm_head.weight"  # the target's, in which all heads end
 _OF_TARGET = "target.lm_head.weight"  # its copy in the graph
 _NAMES = "{head}.{layer}.linear."  # of a block in the canonical layout
 
 
 def _derive(sizes: Sizes) -> None:
     sizes["target_hidden"] = sizes["hidden"]
+    derive_map(sizes)
 
 
 def _check_copies(case: Case) -> Iterator[Finding]:
@@ -57,13 +59,6 @@ def _is_copy(case: Case, key: str, name: str) -> bool:
     return first is not None and case.files.array(key).tobytes() == case.files.array(first).tobytes()
 
 
-def _check_map(case: Case) -> Iterator[Finding]:
-    if "token_map" in case.files.headers or case.config.get("truncated_vocab_size") not in (None, case.sizes["vocab"]):
-        got = f"a vocabulary cut to {case.config.get('truncated_vocab_size')} tokens"
-        todo = "Use heads over the target's whole vocabulary; a token map is not read yet."
-        yield finding("error", case.where_in_config("truncated_vocab_size"), got, "no token_map", todo)
-
-
 def _canonical_config(case: Case) -> dict[str, Any]:
     config = case.config
     name = config.get("base_model_name_or_path") or config.get("_name_or_path") or ""
@@ -73,10 +68,6 @@ def _canonical_config(case: Case) -> dict[str, Any]:
 
 def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
     return {**config, "base_model_name_or_path": target.name if target else config.get("base_model_name_or_path", "")}
-
-
-def _drop_target_head(config: Mapping[str, Any], tensors: dict[str, Any]) -> None:
-    tensors.pop(_TARGET_HEAD, None)
 
 
 def _vllm_config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
@@ -89,6 +80,7 @@ def _vllm_config(config: Mapping[str, Any], target: Target | None) -> dict[str, 
         "vocab_size": config["vocab_size"],
         "medusa_fc_bias": True,
         "original_lm_head": bool(config.get("original_lm_head", False)),
+        "truncated_vocab_size": config.get("truncated_vocab_size"),
         "base_model_name_or_path": _config(config, target)["base_model_name_or_path"],
     }
 
@@ -100,6 +92,7 @@ def _sizes(head: str, block: str, lm_head: str, num_layers: Size) -> tuple[Size,
         Size("hidden", ("hidden_size",), stored=((block, 1), (lm_head, 1))),
         Size("vocab", ("vocab_size",), stored=((lm_head, 0),)),
         flag("uses_target_head", "original_lm_head"),
+        *map_sizes(lm_head, "truncated_vocab_size"),
     )
 
 
@@ -115,7 +108,9 @@ def _rows(block: str, lm_head: str) -> tuple[Row, ...]:
             Row(block + tail, dims, _LATER, _NAMES + tail, fallback=canonical + tail, may_differ=True)
             for tail, dims, _ in parts
         ),
-        Row(lm_head, ("vocab", "hidden"), _OVER_HEADS, "{head}.{num_layers}.weight", need="!uses_target_head"),
+        Row(lm_head, ("draft_vocab", "hidden"), _OVER_HEADS, "{head}.{num_layers}.weight", need="!uses_target_head"),
+        Row(_TARGET_HEAD, ("draft_vocab", "hidden"), need="uses_target_head", is_optional=True, table=LM_HEAD),
+        MAP_ROW,
     )
 
 
@@ -129,7 +124,7 @@ _V1_SIZES = _sizes(
 )
 _V1_ROWS = _rows(_NAMES, "{head}.{num_layers}.weight")
 _PROBE = "speccompile.speculators.medusa.probe:MedusaProbe"
-_CHECKS = (*COMMON, Check("medusa.copies", _check_copies))
+_CHECKS = (*COMMON, Check("medusa.copies", _check_copies), CHECK_MAP)
 
 
 def _v1(name: str, label: str, prefixes: tuple[str, ...], *, has_others: bool) -> Format:
@@ -173,18 +168,25 @@ FORMATS = (
         ),
         (
             *_rows("blocks.{head}.layers.{layer}.", "lm_heads.{head}.weight"),
-            # vLLM needs the target's head beside them.
-            Row("lm_heads.0.weight", ("vocab", "hidden"), name=_TARGET_HEAD, need="uses_target_head"),
+            # vLLM needs the target's head beside them, under either name.
+            Row(
+                "lm_heads.0.weight",
+                ("draft_vocab", "hidden"),
+                name=_TARGET_HEAD,
+                need="uses_target_head",
+                fallback=_TARGET_HEAD,
+                table=LM_HEAD,
+            ),
         ),
-        (*_CHECKS, Check("medusa.token_map", _check_map)),
+        _CHECKS,
         marks=(_VLLM_BLOCK, _VLLM_HEAD),
         config_marks=(("architectures", ["MedusaModel"]),),
         prefixes=("", "medusa_heads."),
         derive=_derive,
-        ignored=(r"^token_map$",),
+        ignored=(IGNORED_MAP,),
         ours=_canonical_config,
         config=_vllm_config,
-        complete=_drop_target_head,
+        complete=cut_heads,
         probe=_PROBE,
     ),
 )
@@ -194,7 +196,8 @@ def sizes_of(case: Case) -> HeadsSizes:
     """Returns the sizes of a checkpoint."""
     uses_target_head = bool(case.sizes["uses_target_head"])
     hidden, vocab = case.size("hidden"), case.size("vocab")
-    return HeadsSizes(hidden, vocab, case.size("num_heads"), case.size("num_layers"), uses_target_head)
+    num = case.sizes["num_mapped"] or vocab
+    return HeadsSizes(hidden, vocab, case.size("num_heads"), case.size("num_layers"), uses_target_head, num)
 
 
 class HeadsSource(SpeculatorSource):
@@ -211,11 +214,11 @@ class HeadsSource(SpeculatorSource):
         known = {name: size for name, size in self.case.sizes.items() if size is not None}
         # Old configs leave out what is the target's.
         sizes = sizes_of(replace(self.case, sizes={**target, **known}))
-        num_candidates = min(options.num_candidates, self.target.vocab_size)
+        num_candidates = min(options.num_candidates, sizes.draft_vocab_size)
         self.dims: HeadsSizes = replace(
             sizes, num_drafts=options.num_heads or sizes.num_heads, num_candidates=num_candidates
         )
-        self.needs_tables = self.dims.uses_target_lm_head
+        self.needs_tables = self.dims.uses_target_lm_head and self.case.key_of(_TARGET_HEAD) is None
         if options.num_heads is not None:  # published configs state a wrong number; the recipe overrides it
             self.overrides = {"medusa_num_heads": self.dims.num_heads}
         self._check_sizes(options.least_heads)
@@ -238,10 +241,17 @@ class HeadsSource(SpeculatorSource):
         return "linear" if name == _OF_TARGET or (head.isdigit() and int(head) < self.dims.num_drafts) else ""
 
     def tables(self) -> dict[str, tuple[int, ...]]:
-        return {_OF_TARGET: (self.dims.vocab_size, self.dims.hidden_size)} if self.needs_tables else {}
+        shape = (self.dims.draft_vocab_size, self.dims.hidden_size)
+        return {_OF_TARGET: shape} if self.dims.uses_target_lm_head else {}
 
     def make_module(self) -> torch.nn.Module:
+        from speccompile.export.draft_vocab import target_tokens
         from speccompile.speculators.medusa.model import MedusaDrafter, make_heads
 
-        lm_head = read_tables(self.context).lm_head if self.needs_tables else None
-        return MedusaDrafter(make_heads(self.dims, self.read_weights()), self.dims.num_candidates, lm_head)
+        dims, weights = self.dims, self.read_weights()
+        tokens = target_tokens(dims.draft_vocab_size, dims.vocab_size, weights)
+        lm_head = (weights or {}).get(_TARGET_HEAD)
+        if self.needs_tables:
+            whole = read_tables(self.context).lm_head
+            lm_head = whole if tokens is None else whole[tokens]
+        return MedusaDrafter(make_heads(dims, weights), dims.num_candidates, lm_head, tokens)

@@ -30,7 +30,8 @@ class HeadsSizes:
     vocab_size: int
     num_heads: int
     num_layers: int
-    uses_target_lm_head: bool  # all heads end in the target's LM head, which is not in the checkpoint
+    uses_target_lm_head: bool  # all heads end in the target's LM head
+    draft_vocab_size: int = 0  # tokens that the heads draft; 0: all
     num_drafts: int = 0  # heads in the graph; 0: all of the checkpoint
     num_candidates: int = 0
     num_params: int = 0  # parameters in the graph; 0 before the export

@@ -41,7 +41,7 @@ class MedusaHeads(nn.ModuleList):
         for _ in range(sizes.num_drafts or sizes.num_heads):
             stack: list[nn.Module] = [ResidualBlock(sizes.hidden_size) for _ in range(sizes.num_layers)]
             if not sizes.uses_target_lm_head:
-                stack.append(nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False))
+                stack.append(nn.Linear(sizes.hidden_size, sizes.draft_vocab_size or sizes.vocab_size, bias=False))
             self.append(nn.ModuleList(stack))
 
     def states(self, hidden: torch.Tensor) -> list[torch.Tensor]:
@@ -69,22 +69,30 @@ class MedusaHeads(nn.ModuleList):
 
 
 class MedusaDrafter(nn.Module):
-    """Inputs and outputs as in `candidate_heads_spec`. `target_lm_head`: [vocab, hidden], where the heads end in it."""
+    """Inputs and outputs as in `candidate_heads_spec`. `target_lm_head`: [draft_vocab, hidden], if all end in it."""
 
-    def __init__(self, heads: MedusaHeads, num_candidates: int, target_lm_head: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        num_candidates: int,
+        target_lm_head: torch.Tensor | None,
+        target_tokens: torch.Tensor | None,  # [draft_vocab] int64; None where the vocabularies are one
+    ) -> None:
         super().__init__()
-        self.heads, self.num_candidates = heads, num_candidates
-        self.lm_head = None if target_lm_head is None else nn.Parameter(target_lm_head, requires_grad=False)
+        self.heads, self.num_candidates, self.target_tokens = heads, num_candidates, target_tokens
+        self.lm_head = None if target_lm_head is None else nn.Parameter(target_lm_head.float(), requires_grad=False)
 
     def forward(self, hidden: torch.Tensor, start_nodes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns one row of candidates per head."""
         state = gather_nodes(hidden, start_nodes[:, None])
         states = self.heads.states(state)  # [batch, 1, hidden] each
         if self.lm_head is not None:
-            return top_tokens(functional.linear(torch.cat(states, 1), self.lm_head), self.num_candidates)
-        pairs = zip(states, self.heads.projections(), strict=True)
-        logits = [functional.linear(state, weight) for state, weight in pairs]
-        return top_tokens(torch.cat(logits, 1), self.num_candidates)
+            logits = functional.linear(torch.cat(states, 1), self.lm_head)
+        else:
+            pairs = zip(states, self.heads.projections(), strict=True)
+            logits = torch.cat([functional.linear(state, weight) for state, weight in pairs], 1)
+        candidates, probs = top_tokens(logits, self.num_candidates)
+        return candidates if self.target_tokens is None else self.target_tokens[candidates], probs
 
 
 def make_heads(sizes: HeadsSizes, weights: Mapping[str, torch.Tensor] | None) -> MedusaHeads:

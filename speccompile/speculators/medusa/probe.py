@@ -7,6 +7,7 @@ import torch
 
 from speccompile.doctor.layouts import Case
 from speccompile.doctor.probe import Convention, Reading
+from speccompile.export.draft_vocab import target_tokens
 from speccompile.export.probes import hidden_convention, hidden_of, read_case
 from speccompile.speculators.medusa.checkpoint import sizes_of
 from speccompile.speculators.medusa.model import MedusaHeads
@@ -18,8 +19,10 @@ class MedusaProbe:
 
     def __init__(self, case: Case, parts: TargetParts) -> None:
         _, weights = read_case(case)
-        self.num_layers, self.lm_head = int(parts.config["num_hidden_layers"]), parts.lm_head
-        sizes = sizes_of(case)
+        sizes, self.num_layers = sizes_of(case), int(parts.config["num_hidden_layers"])
+        self.tokens = target_tokens(sizes.draft_vocab_size, sizes.vocab_size, weights)
+        whole = parts.lm_head if self.tokens is None else parts.lm_head[self.tokens]
+        self.lm_head = weights.get("lm_head.weight", whole)
         with torch.device("meta"):
             self.heads = MedusaHeads(sizes)
         self.heads.load_state_dict({name: weights[name] for name in self.heads.state_dict()}, assign=True)
@@ -35,4 +38,5 @@ class MedusaProbe:
         first = reading.get("first_head", 0)
         states, projections = self.heads.states(hidden), self.heads.projections(self.lm_head)
         chosen = range(first, first + num)
-        return torch.stack([(states[i] @ projections[i].T).argmax(-1) for i in chosen], 1)
+        best = torch.stack([(states[i] @ projections[i].T).argmax(-1) for i in chosen], 1)
+        return best if self.tokens is None else self.tokens[best]
