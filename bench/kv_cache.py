@@ -70,7 +70,7 @@ def main() -> None:
     held = [load(bundle, threads=arguments.threads) for bundle in arguments.bundles]
     engines = [one.verifier.engine for one in held]
     text = "\n\n".join(Path(file).read_text(encoding="utf-8") for file in arguments.text)
-    tokens = np.array(held[0].tokenizer.encode(text), np.int64)
+    tokens = np.array(held[0].encode(text), np.int64)
     for bundle, engine in zip(arguments.bundles, engines, strict=True):
         row = sum(heads * width * np.dtype(dtype).itemsize for heads, width, dtype in engine.caches.sizes.values())
         print(f"{bundle}: {row} bytes a token and slot")
