@@ -282,7 +282,7 @@ def print_stats(console: Console, rows: Sequence[Mapping[str, Any]], drafts: str
         ("target steps", f"{steps:.0f}"),
         ("draft tokens", f"{total('num_draft_tokens'):.0f}, accepted {total('num_accepted'):.0f}"),
         ("mean acceptance length", f"{1 + total('num_accepted') / steps if steps else 1:.2f}"),
-        ("longest draft", f"{tried} tokens"),
+        ("tokens of the longest draft", str(tried)),
         ("tokens/s while decoding", f"{in_steps / total('step_ms') * 1e3 if total('step_ms') else 0:.1f} a sequence"),
         ("time outside the engines", f"{100 * total('outside_engine_ms') / total('step_ms') if steps else 0:.1f} %"),
         ("prefill", f"{total('prefill_ms'):.0f} ms"),

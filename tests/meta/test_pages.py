@@ -222,3 +222,8 @@ def test_the_base_of_engines_has_what_the_page_leaves_to_it():
     named = re.search(r"writes (.*?);", text).group(1)
     missing = set(public(Engine)) - set(dir(EngineBase)) | EngineBase.__abstractmethods__
     assert set(re.findall(r"`(\w+)`", named)) == {n for n in missing if not n.startswith("_")}
+
+
+def test_every_benchmark_is_listed():
+    scripts = {path.stem for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()}
+    assert "planner" in scripts and scripts <= set(re.findall(r"`(\w+)\.py", (ROOT / "bench/README.md").read_text()))
