@@ -38,7 +38,7 @@ from speccompile.runtime.engine import load
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.version import VERSION
 
-FAULT_TOKENS = 20  # of a text with planted drafts
+FAULT_TOKENS = 32  # of a text with planted drafts
 GRAMMAR_SHARE = 3  # one of so many sampled texts: verdicts on the host take longer
 Progress = Callable[[str], None]
 Step = Callable[["Subject"], Check]
