@@ -196,7 +196,7 @@ def sizes_of(case: Case) -> HeadsSizes:
     """Returns the sizes of a checkpoint."""
     uses_target_head = bool(case.sizes["uses_target_head"])
     hidden, vocab = case.size("hidden"), case.size("vocab")
-    num = case.sizes["num_mapped"] or vocab
+    num = case.sizes.get("num_mapped") or vocab
     return HeadsSizes(hidden, vocab, case.size("num_heads"), case.size("num_layers"), uses_target_head, num)
 
 
