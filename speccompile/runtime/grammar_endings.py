@@ -7,7 +7,7 @@ the mask must.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -18,7 +18,10 @@ from speccompile.core.tree import Bools, Ints
 
 _ALLOWED = 200  # in llguidance's biases
 _WIDTH, _CHILDREN = 6, 8  # texts of one length, and tokens after each, of a search
-MAX_ENDING, MAX_TEXTS = 4096, 600  # tokens; texts that a search looks at
+MAX_ENDING, MAX_TEXTS = 4096, 1500  # tokens; texts that a search looks at, where free ones count several times
+_FREE_COST = 4
+# A mark is not tried again where more than two others had its outcome, or it was tried so often.
+_MAX_ALIKE, _MAX_OUTCOMES = 2, 8
 _MAX_TRIED, _NUM_MANY = 256, 64  # tokens that are tried one by one; a quarter of what is free text
 _CLOSING = frozenset(b'"[]{},:0')
 _QUOTE = ord('"')
@@ -57,15 +60,19 @@ class TokenKinds:
         found: Ints = tokens[np.argsort(self.sizes[tokens], kind="stable")]
         return found
 
-    def children(self, allowed: bytes) -> list[int]:
-        """Returns some tokens that bring a text to its end, or each of its alternatives further."""
+    def children(self, allowed: bytes, ordinary: Collection[int] = ()) -> list[int]:
+        """Returns some tokens, but no `ordinary` marks, that bring a text to its end, or each alternative further."""
         found = np.flatnonzero(np.frombuffer(allowed, dtype=np.uint8)[: len(self.texts)])
         groups: dict[int, list[int]] = {}
+        marks: list[int] = []
         if is_free := len(found) > 4 * _NUM_MANY:  # of a free text, what ends it, or makes it longest
             tokens = [token for token in self.closing if allowed[token] == _ALLOWED]
             if not any(self.texts[token][0] == _QUOTE for token in tokens):
                 plain = [token for token in found.tolist() if self.plain[token] and not self.texts[token].isspace()]
                 tokens += sorted(plain, key=lambda token: -len(self.texts[token]))[:2]
+                # A pattern may wait for a mark, as an address for the one in its middle.
+                marks = [token for token in plain if len(self.texts[token]) == 1 and not self.texts[token].isalnum()]
+                marks = [token for token in marks if token not in ordinary]
         else:
             tokens = found.tolist()
             tokens = [token for token in tokens if not self.texts[token].isspace()] or tokens
@@ -74,7 +81,7 @@ class TokenKinds:
             groups.setdefault(_ORDER.get(first, 100 + first[0]), []).append(token)
         rounds = zip_longest(*(groups[order] for order in sorted(groups)))
         chosen = [token for each in rounds for token in each if token is not None]
-        return chosen[: _CHILDREN // 2 if is_free else _CHILDREN]
+        return marks + chosen[: _CHILDREN // 2 if is_free else _CHILDREN]
 
 
 def _is_plain(text: bytes) -> bool:
@@ -89,24 +96,33 @@ def find_ending(matcher: Any, kinds: TokenKinds, most: int, num_texts: int = MAX
 
     Searches by length; of the texts of one length it keeps a few that allow different tokens.
     """
-    waiting: dict[int, list[tuple[Any, list[int]]]] = {0: [(matcher.deep_copy(), [])]}
+    waiting: dict[int, list[tuple[Any, list[int], bytes]]] = {0: [(matcher.deep_copy(), [], b"")]}
+    # Tokens by what is allowed before and after them.
+    outcomes: dict[tuple[bytes, bytes], list[int]] = {}
+    ordinary: set[int] = set()
     while waiting and num_texts > 0:
         length = min(waiting)
         seen: set[bytes] = set()
-        for state, path in waiting.pop(length):
+        for state, path, before in waiting.pop(length):
             if state.is_accepting():
                 return tuple(path)
-            forced = state.compute_ff_tokens()
-            allowed = b"" if forced else state.compute_logit_bias()
-            if state.is_error() or allowed in seen or len(seen) == _WIDTH or length >= most:
+            if len(seen) == _WIDTH or length >= most:
                 continue
-            num_texts -= 1
-            if allowed:
+            forced, allowed = state.compute_ff_tokens(), b""
+            if not forced:
+                allowed = state.compute_logit_bias()
+                num_texts -= _FREE_COST if allowed.count(_ALLOWED) > 4 * _NUM_MANY else 1
+                same = outcomes.setdefault((before, allowed), [])
+                same += path[-1:]
+                if len(same) > _MAX_OUTCOMES or len(set(same)) > _MAX_ALIKE:
+                    ordinary.update(same)
+                if state.is_error() or allowed in seen:
+                    continue
                 seen.add(allowed)
-            for tokens in [forced] if forced else ([token] for token in kinds.children(allowed)):
+            for tokens in [forced] if forced else ([token] for token in kinds.children(allowed, ordinary)):
                 copy = state.deep_copy()
                 if copy.try_consume_tokens(tokens) == len(tokens):
-                    waiting.setdefault(length + len(tokens), []).append((copy, [*path, *tokens]))
+                    waiting.setdefault(length + len(tokens), []).append((copy, [*path, *tokens], allowed))
     return None
 
 

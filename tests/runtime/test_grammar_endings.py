@@ -2,14 +2,18 @@
 """Texts of JSON end before their tokens are used up, and the mask depends on the text and on what is left alone."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.sampling_params import StructuredOutputs
 from speccompile.errors import RuntimeFault
 from speccompile.runtime import grammar_endings as module
+from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.schema_sizes import SchemaSizes, growth_of_grammar
 from tests.runtime.grammar_lab import EOS, SCHEMAS, Pieces, is_valid, make_object
 from tests.runtime.test_structured_text import make_engine
@@ -17,6 +21,7 @@ from tests.runtime.test_structured_text import make_engine
 pytest.importorskip("llguidance")
 pytestmark = pytest.mark.live
 IDS = Pieces()
+EXAMPLE = Path(__file__).parents[2] / "examples/models/pycode-16m"
 OPTIONAL = {**make_object(need={"type": "integer"}, more={"type": "array", "items": SCHEMAS[5]}), "required": ["need"]}
 LIST = {"$defs": {"l": make_object(v=SCHEMAS[24], l={"anyOf": [{"$ref": "#/$defs/l"}, {"type": "null"}]})}}
 LIST["$ref"] = "#/$defs/l"
@@ -57,6 +62,34 @@ def test_every_text_is_whole_however_few_tokens_it_has(grammars, at):
                 assert isinstance(value["need"], int) and set(value) <= {"need", "more"}
             else:
                 assert is_valid(json.loads(text), schema), text
+
+
+ADDRESS = {"type": "string", "format": "email"}
+MARKED = {
+    "email": make_object(x=ADDRESS),
+    "person": make_object(name={"type": "string"}, email=ADDRESS, code={"pattern": "^[0-9]{5}$", "type": "string"}),
+    **{
+        pattern: make_object(x={"type": "string", "pattern": pattern})
+        for pattern in ("^[a-z]+(_[a-z]+){3}$", "^https?://[a-z]+[.]com/[a-z/]*$", "^[A-Z]{2}-[a-z]+@x$", "^.{30}$")
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def words():
+    """Grammars of a vocabulary of words: of most texts they allow thousands of tokens."""
+    tokenizer = load_tokenizer(EXAMPLE / "tokenizer.json", RuntimeFault, "")
+    made = Grammars(tokenizer, tokenizer.get_vocab_size(), [1])
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_patterns_that_wait_for_a_mark_have_an_ending(words, name):
+    ending = words.compile(StructuredOutputs(json=MARKED[name])).checked.ending
+    value = json.loads(words._tokenizer.decode(list(ending)))
+    assert set(value) == set(MARKED[name]["properties"]) and len(ending) < 80
+    assert "@" in value.get("email", "@") and (name[0] != "^" or re.search(name, value["x"]))
 
 
 def patterned(properties, patterns, *required):
