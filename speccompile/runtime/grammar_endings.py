@@ -18,8 +18,8 @@ from speccompile.core.tree import Bools, Ints
 
 _ALLOWED = 200  # in llguidance's biases
 _WIDTH, _CHILDREN = 6, 8  # texts of one length, and tokens after each, of a search
-MAX_ENDING, MAX_TEXTS = 4096, 1500  # tokens; texts that a search looks at, where free ones count several times
-_FREE_COST = 4
+MAX_ENDING, MAX_TEXTS = 4096, 3000  # tokens; texts that a search looks at
+_OPEN_COST = 8  # texts for which one counts that is free and may not end yet: llguidance takes longer for it
 # A mark is not tried again where more than two others had its outcome, or it was tried so often.
 _MAX_ALIKE, _MAX_OUTCOMES = 2, 8
 _MAX_TRIED, _NUM_MANY = 256, 64  # tokens that are tried one by one; a quarter of what is free text
@@ -42,6 +42,7 @@ class TokenKinds:
         self.eos: int = vocabulary.eos_token  # one of them
         closing = [token for token, text in enumerate(self.texts) if text and _CLOSING.issuperset(text)]
         self.closing = sorted((token for token in closing if len(self.texts[token]) <= 4), key=self._rank)
+        self.quotes = [token for token in self.closing if self.texts[token][0] == _QUOTE]
         self.sizes = np.array([len(text) for text in self.texts], dtype=np.int64)
         # Tokens after which a text of JSON goes on as before.
         self.plain = np.zeros(vocab_size, dtype=np.bool_)
@@ -60,6 +61,9 @@ class TokenKinds:
         found: Ints = tokens[np.argsort(self.sizes[tokens], kind="stable")]
         return found
 
+    def is_open(self, allowed: bytes) -> bool:
+        return allowed.count(_ALLOWED) > 4 * _NUM_MANY and not any(allowed[token] == _ALLOWED for token in self.quotes)
+
     def children(self, allowed: bytes, ordinary: Collection[int] = ()) -> list[int]:
         """Returns some tokens, but no `ordinary` marks, that bring a text to its end, or each alternative further."""
         found = np.flatnonzero(np.frombuffer(allowed, dtype=np.uint8)[: len(self.texts)])
@@ -67,7 +71,7 @@ class TokenKinds:
         marks: list[int] = []
         if is_free := len(found) > 4 * _NUM_MANY:  # of a free text, what ends it, or makes it longest
             tokens = [token for token in self.closing if allowed[token] == _ALLOWED]
-            if not any(self.texts[token][0] == _QUOTE for token in tokens):
+            if self.is_open(allowed):
                 plain = [token for token in found.tolist() if self.plain[token] and not self.texts[token].isspace()]
                 tokens += sorted(plain, key=lambda token: -len(self.texts[token]))[:2]
                 # A pattern may wait for a mark, as an address for the one in its middle.
@@ -111,7 +115,7 @@ def find_ending(matcher: Any, kinds: TokenKinds, most: int, num_texts: int = MAX
             forced, allowed = state.compute_ff_tokens(), b""
             if not forced:
                 allowed = state.compute_logit_bias()
-                num_texts -= _FREE_COST if allowed.count(_ALLOWED) > 4 * _NUM_MANY else 1
+                num_texts -= _OPEN_COST if kinds.is_open(allowed) else 1
                 same = outcomes.setdefault((before, allowed), [])
                 same += path[-1:]
                 if len(same) > _MAX_OUTCOMES or len(set(same)) > _MAX_ALIKE:
