@@ -269,6 +269,7 @@ def test_plain_steps_are_measured_at_the_end_of_a_pause_alone():
     assert all(measured for is_plain, measured in seen if not is_plain)
     found = controller.decisions()["1"]
     assert found["num_steps"] == 4000 and found["share_of_plain_steps"] == sum(one for one, _ in seen) / 4000
+    assert controller._num_decoded == 4000  # prompts cost drafts by the token
 
 
 def test_prompts_that_are_read_for_drafts_count_against_them():
