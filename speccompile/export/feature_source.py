@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-NESTED = ("transformer_layer_config", "model")  # in a config: the layers' own, the latter in vLLM's
+_NESTED = ("transformer_layer_config", "model")  # in a config: the layers' own, the latter in vLLM's
 
 
 class FeatureSource(SpeculatorSource):
@@ -81,9 +81,13 @@ def trace_features(module: Any, spec: GraphSpec, max_rows: int, progress: Callab
     return export_feature_draft(module, spec, max_rows, progress)
 
 
+def layer_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return next((held for name in _NESTED if isinstance(held := config.get(name), Mapping)), config)
+
+
 def check_window(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse a window of the attention, which loaders without windows drop silently."""
-    layer = next((held for name in NESTED if isinstance(held := config.get(name), Mapping)), config)
+    layer = layer_config_of(config)
     window = layer.get("sliding_window")
     if window and layer.get("use_sliding_window", True):
         where, todo = f"{folder / 'config.json'} (sliding_window)", "Drafters with a window are not supported."

@@ -8,20 +8,7 @@ import torch
 
 from tests.checkpoints.lab_files import HIDDEN, LLAMA, VOCAB, Tensors, draw, layer_shapes, save
 
-KEPT = [
-    7,
-    0,
-    39,
-    1,
-    2,
-    30,
-    21,
-    5,
-    8,
-    9,
-    13,
-    34,
-]  # the target's tokens that are drafted, in the order of the head's rows
+KEPT = [7, 0, 39, 1, 2, 30, 21, 5, 8, 9, 13, 34]  # the target's tokens, in the order of the LM head's rows
 INNER_CONFIG = {**LLAMA, "num_hidden_layers": 1, "bias": True, "eagle_fc_bias": True}
 
 

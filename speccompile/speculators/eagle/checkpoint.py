@@ -6,7 +6,7 @@ The first layer has no norm before its attention. Where no LM head or embeddings
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ from speccompile.doctor.layouts import (
     unchanged,
 )
 from speccompile.doctor.token_map import CHECK_MAP, IGNORED_MAP, MAP_ROW, cut_heads, derive_map, map_sizes
-from speccompile.export.feature_source import NESTED, FeatureSource
+from speccompile.export.feature_source import FeatureSource, layer_config_of
 from speccompile.graph_kinds.features import feature_draft_spec
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ _READS = (*decoder_reads(), "sliding_window", "use_sliding_window")
 
 
 def _canonical_config(case: Case) -> dict[str, Any]:
-    layers = [held for name in NESTED if isinstance(held := case.config.get(name), Mapping)]
-    config = {**(layers[0] if layers else {}), **case.config}
+    config = {**layer_config_of(case.config), **case.config}
     return {**decoder_config(config), "model_type": "eagle", **config_of_sizes(_OWN_SIZES, case.sizes)}
 
 
